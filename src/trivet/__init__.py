@@ -1,0 +1,5 @@
+"""Trivet makes large language models run faster, and proves it."""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"

@@ -1,0 +1,185 @@
+"""Settings as frozen dataclasses, one per part, composed and never inherited.
+
+Each checks itself and raises ConfigError with the field, the value and what is allowed. The formats
+of weights and KV are parsed here because every package names them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+
+from trivet.errors import ConfigError
+
+PAGE_TOKENS = 32  # tokens of one KV page; part of the numerics contract (key blocks of 32)
+SPAN_TOKENS = 256  # keys of one attention span; part of the numerics contract
+
+_GROUPED = re.compile(r"w([48])a8-g(16|32|64|128)(?:-(zp|min))?\Z")
+
+
+class Scheme(enum.StrEnum):
+    """How integer codes map to weights: sym s*q, zp s*(q-z), min s*q+m."""
+
+    SYM = "sym"
+    ZP = "zp"
+    MIN = "min"
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightFormat:
+    """A weight format: code bits, group size along K (None: the whole row) and scheme.
+
+    `parse` accepts the names of the command line: ``bf16``, ``w8a8``, ``w8a8-g32``, ``w4a8-g32``,
+    ``w4a8-g32-zp``, ``w4a8-g32-min`` and groups 32, 64, 128.
+    """
+
+    bits: int
+    group_size: int | None = None
+    scheme: Scheme = Scheme.SYM
+
+    @classmethod
+    def parse(cls, name: str) -> WeightFormat:
+        if name == "bf16":
+            return cls(16)
+        if name in ("w8a8", "w8a8+hadamard64"):
+            return cls(8)
+        match = _GROUPED.match(name)
+        if match and match[2] != "16" and not (match[1] == "8" and match[3]):
+            scheme = Scheme(match[3]) if match[3] else Scheme.SYM
+            return cls(int(match[1]), int(match[2]), scheme)
+        raise ConfigError("weights", name, "bf16, w8a8, w8a8-gN, w4a8-gN[-zp|-min], N in 32 64 128")
+
+    @property
+    def name(self) -> str:
+        if self.bits == 16:
+            return "bf16"
+        if self.group_size is None:
+            return "w8a8"
+        suffix = "" if self.scheme is Scheme.SYM else f"-{self.scheme.value}"
+        return f"w{self.bits}a8-g{self.group_size}{suffix}"
+
+    @property
+    def full_form(self) -> str:
+        """The name with the activation rule: whole-row int8 rotates by a 64-wide block Hadamard."""
+        return "w8a8+hadamard64" if self.bits == 8 and self.group_size is None else self.name
+
+
+class KVFormat(enum.StrEnum):
+    """Format of the KV pages. int8 has one fp32 scale per token and head for K and for V."""
+
+    BF16 = "bf16"
+    INT8 = "int8"
+
+    @classmethod
+    def parse(cls, name: str) -> KVFormat:
+        try:
+            return cls(name)
+        except ValueError:
+            raise ConfigError("kv", name, ", ".join(cls)) from None
+
+
+def _check_range(field: str, value: float, low: float, high: float | None = None) -> None:
+    if value < low or (high is not None and value > high):
+        allowed = f">= {low}" if high is None else f"{low} to {high}"
+        raise ConfigError(field, value, allowed)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model in which form. ``weights`` is a WeightFormat name or ``auto`` (the file's own)."""
+
+    model: str
+    weights: str = "auto"
+    kv: KVFormat = KVFormat.BF16
+    threads: int | None = None  # None: the cgroup's quota and the affinity mask
+    max_model_len: int | None = None  # None: the model's own context
+
+    def __post_init__(self) -> None:
+        if self.weights != "auto":
+            WeightFormat.parse(self.weights)
+        if self.threads is not None:
+            _check_range("threads", self.threads, 1, 1024)
+        if self.max_model_len is not None:
+            _check_range("max_model_len", self.max_model_len, 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Limits of one engine.
+
+    max_model_len      tokens of one request, prompt and output together
+    max_num_seqs       requests that run at the same time
+    max_step_tokens    rows of one step (token budget)
+    max_prefill_chunk  rows of one request's prefill in one step; None: whole prompts (no chunking)
+    max_waiting        queue length beyond which admission answers 429
+    draft              ``off`` or ``ngram``
+    draft_tokens       most draft tokens per request and step
+    """
+
+    max_model_len: int
+    num_pages: int
+    max_num_seqs: int = 32
+    max_step_tokens: int = 512
+    max_prefill_chunk: int | None = 256
+    max_waiting: int = 1024
+    prefix_cache: bool = True
+    draft: str = "off"
+    draft_tokens: int = 4
+
+    def __post_init__(self) -> None:
+        _check_range("max_model_len", self.max_model_len, 1)
+        _check_range("num_pages", self.num_pages, 1)
+        _check_range("max_num_seqs", self.max_num_seqs, 1, 4096)
+        _check_range("max_step_tokens", self.max_step_tokens, 1, 65536)
+        if self.max_prefill_chunk is not None:
+            _check_range("max_prefill_chunk", self.max_prefill_chunk, 1, 65536)
+        _check_range("max_waiting", self.max_waiting, 0)
+        _check_range("draft_tokens", self.draft_tokens, 1, 32)
+        if self.draft not in ("off", "ngram"):
+            raise ConfigError("draft", self.draft, "off, ngram")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """How much memory KV may take: a share of what the cgroup or machine leaves, or bytes."""
+
+    memory_utilization: float = 0.9
+    kv_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.memory_utilization <= 1.0:
+            raise ConfigError("memory_utilization", self.memory_utilization, "above 0, up to 1")
+        if self.kv_bytes is not None:
+            _check_range("kv_bytes", self.kv_bytes, 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """One `trivet serve`: the model, the engine limits as asked, and the HTTP side."""
+
+    model: ModelConfig
+    memory: MemoryConfig = MemoryConfig()
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str | None = None
+    api_key: str | None = dataclasses.field(default=None, repr=False)
+    workers: str = "mixed:1"
+    max_num_seqs: int = 32
+    max_step_tokens: int = 512
+    max_prefill_chunk: int | None = 256
+    max_waiting: int = 1024
+    prefix_cache: bool = True
+    draft: str = "off"
+    draft_tokens: int = 4
+    max_body_bytes: int = 32 << 20
+    cors_origins: tuple[str, ...] = ("*",)
+    drain_timeout_s: float = 30.0
+    request_timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_range("port", self.port, 0, 65535)
+        _check_range("max_body_bytes", self.max_body_bytes, 1024)
+        _check_range("drain_timeout_s", self.drain_timeout_s, 0)
+        if not re.fullmatch(r"mixed:[1-9]\d?", self.workers):
+            raise ConfigError("workers", self.workers, "mixed:N with N from 1 to 99")

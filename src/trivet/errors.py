@@ -1,0 +1,71 @@
+"""The exception tree. Each class is one kind of mistake; the message is the one line a user reads.
+
+TrivetError
+├── ConfigError        a setting: the field, its value and what is allowed
+├── CheckpointError    a model file: the file, the tensor and what is wrong with it
+├── RequestError       a request: the field (``param``), why, and the HTTP status it maps to
+├── QuantError         a weight that cannot be quantized as asked
+└── EngineError        the engine or a worker failed while running
+
+Broken invariants are assertions, not members of this tree. The command line turns every TrivetError
+into one line on standard error and exit code 2 (EngineError: 1).
+"""
+
+from __future__ import annotations
+
+
+class TrivetError(Exception):
+    """Base of all errors that carry a message for the user."""
+
+
+class ConfigError(TrivetError):
+    """A setting has a value outside what is allowed.
+
+    ``ConfigError("threads", 0, "an integer >= 1")`` reads
+    ``threads: 0 is not allowed; allowed: an integer >= 1``.
+    """
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        shown = repr(value)
+        if len(shown) > 120:
+            shown = shown[:117] + "..."
+        super().__init__(f"{field}: {shown} is not allowed; allowed: {allowed}")
+        self.field = field
+        self.value = value
+        self.allowed = allowed
+
+
+class CheckpointError(TrivetError):
+    """A model file or folder cannot be used; names the file and, where there is one, the tensor."""
+
+    def __init__(self, path: object, reason: str, tensor: str | None = None) -> None:
+        where = f"{path}: tensor {tensor}" if tensor is not None else str(path)
+        super().__init__(f"{where}: {reason}")
+        self.path = str(path)
+        self.tensor = tensor
+        self.reason = reason
+
+
+class RequestError(TrivetError):
+    """A request cannot be served as written.
+
+    ``param`` names the field of the API request (None when no single field is at fault), ``status``
+    is the HTTP status the gateway answers with and ``code`` OpenAI's machine-readable code.
+    """
+
+    def __init__(
+        self, message: str, param: str | None = None, *, status: int = 400, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.status = status
+        self.code = code
+
+
+class QuantError(TrivetError):
+    """A weight cannot be quantized as asked."""
+
+
+class EngineError(TrivetError):
+    """The engine or a worker failed; every request it held ends with this error."""

@@ -1,0 +1,58 @@
+"""Weights between a checkpoint and the packed cache: codes, scales and scheme, in plain numpy.
+
+A `WeightTensor` is what readers produce (exactly, from the file's own grid) and what quantizers
+produce; `packing` turns it into the layout the kernels read. Codes are row-major [N, K].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trivet.config import Scheme, WeightFormat
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightTensor:
+    """One linear weight (or embedding) [N out, K in].
+
+    format   bits 16: ``codes`` uint16 [N, K] holds bf16 bits, the rest is None
+             bits 8: int8 codes -127..127; group_size None: the columns are already rotated by the
+             block Hadamard of the contract, ``scales`` float32 [N, 1]
+             bits 4: uint8 codes 0..15; sym means scale * (code - 8)
+    scales   float16 or float32 [N, G], G = ceil(K / group_size)
+    minima   like scales, scheme ``min`` only: scale * code + minimum
+    zeros    uint8 [N, G], scheme ``zp`` only: scale * (code - zero)
+    exact    whether the tensor holds its source bit for bit
+    source   type of the source, for reports (``Q4_1``, ``BF16``, ...)
+    """
+
+    format: WeightFormat
+    codes: NDArray[np.uint16] | NDArray[np.int8] | NDArray[np.uint8]
+    scales: NDArray[np.float16] | NDArray[np.float32] | None = None
+    minima: NDArray[np.float16] | NDArray[np.float32] | None = None
+    zeros: NDArray[np.uint8] | None = None
+    exact: bool = False
+    source: str = ""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n, k = self.codes.shape
+        return n, k
+
+    @property
+    def num_groups(self) -> int:
+        group = self.format.group_size
+        return 1 if group is None else -(-self.shape[1] // group)
+
+    def __post_init__(self) -> None:
+        bits, scheme = self.format.bits, self.format.scheme
+        want = {16: np.uint16, 8: np.int8, 4: np.uint8}[bits]
+        assert self.codes.dtype == want, (self.codes.dtype, bits)
+        if bits != 16:
+            assert self.scales is not None, "integer weights carry scales"
+            assert self.scales.shape == (self.shape[0], self.num_groups), self.scales.shape
+        assert (self.minima is not None) == (scheme is Scheme.MIN), scheme
+        assert (self.zeros is not None) == (scheme is Scheme.ZP), scheme
