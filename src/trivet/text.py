@@ -1,0 +1,73 @@
+"""Stop strings over streamed text.
+
+The engine knows token ids only; whoever turns ids into text (the gateway, `trivet.LLM`) owns the stop
+strings and uses this one matcher, so that both cut a text at the same character. It knows neither
+tokenizers nor requests: text goes in piece by piece, text that is safe to show comes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopMatcher:
+    """Find the earliest stop string in a text that arrives in pieces.
+
+    ``push`` returns what may be shown now and holds back a tail that could still become a stop string.
+    The stop string that is complete first wins; of two that end at the same character, the longer. So
+    the cut does not depend on how the text was divided into pieces. After a match ``stopped`` is true,
+    ``stop_string`` names it, and nothing more is ever returned.
+
+    stops         the stop strings; empty ones are ignored
+    include_stop  show the stop string itself as the end of the text
+    """
+
+    def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
+        self._stops = [stop for stop in stops if stop]
+        self._held_max = max((len(stop) for stop in self._stops), default=1) - 1
+        self._include_stop = include_stop
+        self._held = ""
+        self.stop_string: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop_string is not None
+
+    def push(self, text: str) -> str:
+        """Take the next piece of text; return what may be shown now."""
+        if self.stopped:
+            return ""
+        if not self._stops:
+            return text
+        buffer = self._held + text
+        found = self._first_complete(buffer)
+        if found is not None:
+            start, stop = found
+            self._held = ""
+            self.stop_string = stop
+            return buffer[: start + len(stop)] if self._include_stop else buffer[:start]
+        keep = self._held_length(buffer)
+        self._held = buffer[len(buffer) - keep :]
+        return buffer[: len(buffer) - keep]
+
+    def finish(self) -> str:
+        """The text ended without a stop string: return what was held back."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_complete(self, buffer: str) -> tuple[int, str] | None:
+        """(start, stop string) of the match with the smallest end, then the smallest start."""
+        found = [(buffer.find(stop), stop) for stop in self._stops]
+        matches = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
+        if not matches:
+            return None
+        _, start, stop = min(matches)
+        return start, stop
+
+    def _held_length(self, buffer: str) -> int:
+        """Length of the longest tail of ``buffer`` that is a proper prefix of a stop string."""
+        for length in range(min(self._held_max, len(buffer)), 0, -1):
+            tail = buffer[len(buffer) - length :]
+            if any(len(stop) > length and stop.startswith(tail) for stop in self._stops):
+                return length
+        return 0
