@@ -40,9 +40,6 @@ def format_bytes(count: float) -> str:
     raise AssertionError("unreachable")
 
 
-# ---------------------------------------------------------------------------------------- threads
-
-
 def _read(path: Path) -> str | None:
     try:
         return path.read_text(encoding="ascii").strip()
@@ -98,9 +95,6 @@ def available_threads(root: Path = CGROUP_ROOT) -> int:
     return affinity if quota is None else max(1, min(affinity, math.ceil(quota)))
 
 
-# ---------------------------------------------------------------------------------------- memory
-
-
 @dataclasses.dataclass(frozen=True)
 class MachineMemory:
     """Memory this process may use. ``source`` says what set the limit: ``cgroup`` or ``machine``."""
@@ -151,9 +145,6 @@ def _cgroup_left(folder: Path) -> tuple[int, int] | None:
         usage -= min(usage, int(cache) if cache.isdigit() else 0)
         return int(limit_text), max(0, int(limit_text) - usage)
     return None
-
-
-# ---------------------------------------------------------------------------------------- the plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,9 +206,9 @@ def plan_memory(
 ) -> MemoryPlan:
     """Decide the number of KV pages, or say in one line why the model does not fit.
 
-    Without ``memory.kv_bytes`` KV takes what it can use, max_num_seqs requests of the full length, up to
-    ``memory_utilization`` of what the machine leaves after weights and scratch. Weights are one
-    read-only mapping and counted once; scratch and KV are counted for every worker.
+    Without ``memory.kv_bytes`` KV takes what it can use, max_num_seqs requests of the full length,
+    up to ``memory_utilization`` of what the machine leaves after weights and scratch. Weights are
+    one read-only mapping and counted once; scratch and KV are counted for every worker.
 
     Raises ConfigError: max_model_len above the model's positions; less memory than one request of
     max_model_len needs.

@@ -1,13 +1,15 @@
-"""Stop strings over streamed text.
+"""From the token ids of a request to the text its client sees, stop strings included.
 
 The engine knows token ids only; whoever turns ids into text (the gateway, `trivet.LLM`) owns the stop
-strings and uses this one matcher, so that both cut a text at the same character. It knows neither
-tokenizers nor requests: text goes in piece by piece, text that is safe to show comes out.
+strings and goes through this module, so that both cut a text at the same character and the same token.
+It imports no tokenizer: the incremental detokenizer comes in as a protocol.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import Protocol
 
 
 class StopMatcher:
@@ -71,3 +73,72 @@ class StopMatcher:
             if any(len(stop) > length and stop.startswith(tail) for stop in self._stops):
                 return length
         return 0
+
+
+class Detokenizer(Protocol):
+    """Turns ids into text one by one; holds back bytes that are no complete character yet."""
+
+    def push(self, token_id: int) -> str: ...
+    def finish(self) -> str: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class TextDelta:
+    """What one run of tokens adds to a request's visible output.
+
+    text       text that may be shown now
+    token_ids  the tokens that count: all of the run, or those up to the one that completed a stop
+               string (included)
+    """
+
+    text: str
+    token_ids: list[int]
+
+
+class TextStream:
+    """Text of one request: detokenize, drop the final stop token's text, cut at a stop string.
+
+    ``stopped`` turns true when a stop string was found: the caller then aborts the request in the
+    engine and reports finish reason ``stop``; tokens pushed afterwards are ignored.
+
+    silent_ids  tokens that end the request when drawn (EOS and stop token ids): counted, never shown
+    """
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stops: Sequence[str] = (),
+        silent_ids: Collection[int] = (),
+        *,
+        include_stop: bool = False,
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(stops, include_stop=include_stop)
+        self._silent_ids = frozenset(silent_ids)
+
+    @property
+    def stopped(self) -> bool:
+        return self._matcher.stopped
+
+    @property
+    def stop_string(self) -> str | None:
+        return self._matcher.stop_string
+
+    def push(self, token_ids: Sequence[int]) -> TextDelta:
+        """Take the tokens of one event."""
+        shown: list[str] = []
+        taken: list[int] = []
+        for token_id in token_ids:
+            if self.stopped:
+                break
+            taken.append(token_id)
+            if token_id not in self._silent_ids:
+                shown.append(self._matcher.push(self._detokenizer.push(token_id)))
+        return TextDelta("".join(shown), taken)
+
+    def finish(self) -> str:
+        """The request ended: the text that was held back, if no stop string was found."""
+        if self.stopped:
+            return ""
+        tail = self._matcher.push(self._detokenizer.finish())
+        return tail + ("" if self.stopped else self._matcher.finish())
