@@ -1,11 +1,11 @@
 // y[rows, N] (+)= x[rows, K] * W[N, K]^T for every weight format, on every level.
 //
-// Weights are packed in blocks of 16 output channels (layouts: src/trivet/native/packing.py). A call
-// computes the channel blocks [block_begin, block_end) for all rows, so that work can be split over
-// threads by output channel and never by K; the split never changes a bit.
+// Weights are packed in blocks of 16 output channels (layouts: src/trivet/native/packing.py). A
+// call computes the channel blocks [block_begin, block_end) for all rows, so that work can be split
+// over threads by output channel and never by K; the split never changes a bit.
 //
-// Numerics: HACKING.md, "Numerics contract": bf16 products follow TDPBF16PS; integer groups are summed
-// exactly in int32 and combined by one fma each in ascending order.
+// Numerics: HACKING.md, "Numerics contract": bf16 products follow TDPBF16PS; integer groups are
+// summed exactly in int32 and combined by one fma each in ascending order.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -29,27 +29,27 @@ struct LinearWeight {
     int32_t n;           // output channels
     int32_t k;           // input width
     int32_t n_padded;    // multiple of 16
-    int32_t k_padded;    // multiple of 64; codes beyond k are zero (sym 4-bit: 8) or meet zero inputs
+    int32_t k_padded;    // multiple of 64; activations beyond k are zero
     int32_t group;       // columns per group; k_padded for kInt8Row; unused for bf16
     int32_t num_groups;  // ceil(k / group)
     const void* codes;
-    const void* scales;     // [n_padded/16][num_groups][16] f16 or f32; kInt8Row: f32 [n_padded]
-    const void* minima;     // like scales, scheme kMin only
-    const uint8_t* zeros;   // [n_padded/16][num_groups][16], scheme kZeroPoint only
-    const int32_t* sums;    // [n_padded/16][num_groups][16] sum of codes per group (int8 kinds; levels
-                            // whose multiply wants one unsigned side subtract 128 * sum)
-    const float* bias;      // [n_padded] or null
+    const void* scales;    // [n_padded/16][num_groups][16] f16 or f32; kInt8Row: f32 [n_padded]
+    const void* minima;    // like scales, scheme kMin only
+    const uint8_t* zeros;  // [n_padded/16][num_groups][16], scheme kZeroPoint only
+    const float* bias;     // [n_padded] or null
 };
 
-// Activations in the form the weight kind asks for; made once per linear input by quantize/quantize.h.
+// Activations in the form the weight kind asks for; made once per linear input by
+// quantize/quantize.h.
 struct Activations {
     int32_t rows;
     int32_t k_padded;
     int32_t num_groups;
-    const uint16_t* bf16;   // [rows][k_padded], kBf16
-    const int8_t* codes;    // [rows][k_padded], integer kinds
-    const float* scales;    // [rows][num_groups]
-    const int32_t* sums;    // [rows][num_groups] sum of codes per group
+    const uint16_t* bf16;  // [rows][k_padded], kBf16
+    const int8_t* codes;   // [rows][k_padded], integer kinds
+    const float* scales;   // [rows][num_groups]
+    const int32_t* sums;   // [rows][num_groups] sum of codes per group
+    // Codes of one row beyond k are zero, so the last group may be read up to k_padded.
 };
 
 // out[r * out_stride + c] for r in [0, rows), c in [16*block_begin, min(n, 16*block_end)).
@@ -65,17 +65,29 @@ struct LinearKernels {
     LinearFn int4_group;
 };
 
-namespace generic { extern const LinearKernels linear_kernels; }
-namespace avx2 { extern const LinearKernels linear_kernels; }
-namespace avx512 { extern const LinearKernels linear_kernels; }
-namespace amx { extern const LinearKernels linear_kernels; }
+namespace generic {
+extern const LinearKernels linear_kernels;
+}
+namespace avx2 {
+extern const LinearKernels linear_kernels;
+}
+namespace avx512 {
+extern const LinearKernels linear_kernels;
+}
+namespace amx {
+extern const LinearKernels linear_kernels;
+}
 
 inline LinearFn select(const LinearKernels& k, WeightKind kind) {
     switch (kind) {
-        case WeightKind::kBf16: return k.bf16;
-        case WeightKind::kInt8Row: return k.int8_row;
-        case WeightKind::kInt8Group: return k.int8_group;
-        case WeightKind::kInt4Group: return k.int4_group;
+        case WeightKind::kBf16:
+            return k.bf16;
+        case WeightKind::kInt8Row:
+            return k.int8_row;
+        case WeightKind::kInt8Group:
+            return k.int8_group;
+        case WeightKind::kInt4Group:
+            return k.int4_group;
     }
     return nullptr;
 }

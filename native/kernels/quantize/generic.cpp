@@ -1,0 +1,84 @@
+// The activation kernels as the numerics contract writes them down.
+#include <bit>
+
+#include "kernels/quantize/quantize.h"
+
+namespace trivet::generic {
+namespace {
+
+// Round to nearest even; NaN becomes quiet, denormals become zero of their sign.
+uint16_t bf16_bits(float value) {
+    const uint32_t bits = std::bit_cast<uint32_t>(value);
+    const uint32_t magnitude = bits & 0x7fffffff;
+    if (magnitude > 0x7f800000) return static_cast<uint16_t>(bits >> 16 | 0x40);
+    if (magnitude < 0x00800000) return static_cast<uint16_t>(bits >> 16 & 0x8000);
+    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// The largest magnitude by its bits, so that a NaN counts as larger than everything.
+float max_magnitude(const float* x, int32_t count) {
+    uint32_t largest = 0;
+    for (int32_t i = 0; i < count; ++i) {
+        const uint32_t magnitude = std::bit_cast<uint32_t>(x[i]) & 0x7fffffff;
+        if (magnitude > largest) largest = magnitude;
+    }
+    return std::bit_cast<float>(largest);
+}
+
+// Quantizes `count` values with one scale. A NaN product becomes -127.
+void quantize_span(const float* x, int32_t count, int8_t* codes, float* scale, int32_t* sum) {
+    const float largest = max_magnitude(x, count);
+    const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
+    int32_t total = 0;
+    for (int32_t i = 0; i < count; ++i) {
+        float v = x[i] * inverse;
+        v = v > -127.0f ? v : -127.0f;
+        v = v < 127.0f ? v : 127.0f;
+        // Adding 1.5 * 2^23 rounds to the nearest even integer and leaves it in the low bits.
+        const auto code =
+            static_cast<int8_t>(std::bit_cast<uint32_t>(v + 12582912.0f) - 0x4b400000u);
+        codes[i] = code;
+        total += code;
+    }
+    *scale = largest / 127.0f;
+    *sum = total;
+}
+
+void to_bf16(const float* x, int32_t k, int32_t k_padded, uint16_t* out) {
+    for (int32_t i = 0; i < k; ++i) out[i] = bf16_bits(x[i]);
+    for (int32_t i = k; i < k_padded; ++i) out[i] = 0;
+}
+
+void to_int8_group(const float* x, int32_t k, int32_t k_padded, int32_t group, int8_t* codes,
+                   float* scales, int32_t* sums) {
+    for (int32_t g = 0, begin = 0; begin < k; ++g, begin += group) {
+        const int32_t count = k - begin < group ? k - begin : group;
+        quantize_span(x + begin, count, codes + begin, scales + g, sums + g);
+    }
+    for (int32_t i = k; i < k_padded; ++i) codes[i] = 0;
+}
+
+void to_int8_row(const float* x, int32_t k, int32_t k_padded, int32_t hadamard, float* scratch,
+                 int8_t* codes, float* scale, int32_t* sum) {
+    for (int32_t i = 0; i < k; ++i) scratch[i] = x[i];
+    for (int32_t stride = 1; stride < hadamard; stride *= 2) {
+        for (int32_t i = 0; i < k; ++i) {
+            if (i & stride) continue;
+            const float a = scratch[i], b = scratch[i + stride];
+            scratch[i] = a + b;
+            scratch[i + stride] = a - b;
+        }
+    }
+    if (hadamard > 1) {
+        const float norm = hadamard_norm(hadamard);
+        for (int32_t i = 0; i < k; ++i) scratch[i] = scratch[i] * norm;
+    }
+    quantize_span(scratch, k, codes, scale, sum);
+    for (int32_t i = k; i < k_padded; ++i) codes[i] = 0;
+}
+
+}  // namespace
+
+const QuantizeKernels quantize_kernels = {to_bf16, to_int8_group, to_int8_row};
+
+}  // namespace trivet::generic
