@@ -7,6 +7,7 @@ produce; `packing` turns it into the layout the kernels read. Codes are row-majo
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,3 +57,54 @@ class WeightTensor:
             assert self.scales.shape == (self.shape[0], self.num_groups), self.scales.shape
         assert (self.minima is not None) == (scheme is Scheme.MIN), scheme
         assert (self.zeros is not None) == (scheme is Scheme.ZP), scheme
+
+
+def hadamard_width(k: int) -> int:
+    """Width of the rotation of whole-row int8: the largest power of two up to 64 that divides K."""
+    return min(k & -k, 64)
+
+
+def rotate(columns: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Multiply each row [..., K] by the block Hadamard over sqrt(width), in float64.
+
+    The rotation is its own inverse. Quantizers apply it to weights before rounding them to whole-row
+    int8; the kernels apply the same to activations (in float32, in the contract's order).
+    """
+    k = columns.shape[-1]
+    width = hadamard_width(k)
+    blocks = columns.astype(np.float64).reshape(*columns.shape[:-1], k // width, width)
+    stride = 1
+    while stride < width:
+        pairs = blocks.reshape(*blocks.shape[:-1], width // (2 * stride), 2, stride)
+        low, high = pairs[..., 0, :], pairs[..., 1, :]
+        blocks = np.stack([low + high, low - high], axis=-2).reshape(blocks.shape)
+        stride *= 2
+    return (blocks / np.sqrt(width)).reshape(columns.shape)
+
+
+def dequantize(weight: WeightTensor, *, rotated: bool = False) -> NDArray[np.float32]:
+    """The values a weight stands for, float32 [N, K].
+
+    Each is the exact scale * (code - offset) + minimum, rounded once to float32. Whole-row int8 is
+    turned back by the block Hadamard, or left as stored when ``rotated``.
+    """
+    if weight.format.bits == 16:
+        return (weight.codes.astype(np.uint32) << 16).view(np.float32)
+    assert weight.scales is not None
+    k = weight.shape[1]
+    group = weight.format.group_size or k
+
+    def spread(values: NDArray[Any]) -> NDArray[np.float64]:
+        return np.repeat(values.astype(np.float64), group, axis=1)[:, :k]
+
+    offset: NDArray[np.float64] | float = 0.0
+    if weight.zeros is not None:
+        offset = spread(weight.zeros)
+    elif weight.format.bits == 4 and weight.format.scheme is Scheme.SYM:
+        offset = 8.0
+    values = spread(weight.scales) * (weight.codes.astype(np.float64) - offset)
+    if weight.minima is not None:
+        values = values + spread(weight.minima)
+    if weight.format.group_size is None and not rotated:
+        values = rotate(values)
+    return values.astype(np.float32)

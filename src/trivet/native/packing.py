@@ -1,0 +1,253 @@
+"""Weights in the layout the kernels read: the one place that knows it in Python.
+
+Every level of the core reads the same bytes. Output channels come in blocks of 16, N padded to 16 and
+K to 64; everything is little endian. NB = n_padded / 16, KP = k_padded, G = num_groups:
+
+    bf16   codes uint16 [NB, KP/2, 16, 2]
+    w8     codes int8   [NB, KP/4, 16, 4]
+    w4     codes uint8  [NB, KP/32, 4, 16, 4]: byte (r, n, j) of 32 columns starting at k holds the
+           code of column k + 4r + j in its low nibble and of column k + 16 + 4r + j in its high one
+    scales float16 or float32 [NB, G, 16] (whole-row int8: float32, G = 1); minima alike
+    zeros  uint8 [NB, G, 16]
+
+Padded codes and scales are zero; the kernels meet them only with zero activations. `pack` and
+`unpack` are inverse to each other. The structs on the other side are in native/kernels/linear/linear.h.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from trivet.config import Scheme, WeightFormat
+from trivet.native.weights import WeightTensor
+
+CHANNELS = 16  # output channels of one block
+K_ALIGN = 64  # columns are padded to a multiple of this
+
+
+class WeightKind(enum.IntEnum):
+    """Which kernel reads a weight; the values of `WeightKind` in linear.h."""
+
+    BF16 = 0
+    INT8_ROW = 1
+    INT8_GROUP = 2
+    INT4_GROUP = 3
+
+    @classmethod
+    def of(cls, format: WeightFormat) -> WeightKind:
+        if format.bits == 16:
+            return cls.BF16
+        if format.bits == 4:
+            return cls.INT4_GROUP
+        return cls.INT8_ROW if format.group_size is None else cls.INT8_GROUP
+
+
+class ScaleType(enum.IntEnum):
+    """The values of `ScaleType` in linear.h."""
+
+    F16 = 0
+    F32 = 1
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype(np.float16 if self is ScaleType.F16 else np.float32)
+
+
+SCHEME_VALUES = {Scheme.SYM: 0, Scheme.ZP: 1, Scheme.MIN: 2}  # the values of `Scheme` in linear.h
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Everything about a packed weight but its bytes.
+
+    ``parts`` says which arrays it has, with dtype and shape; each is contiguous.
+    """
+
+    format: WeightFormat
+    n: int
+    k: int
+    scale_type: ScaleType
+
+    def __post_init__(self) -> None:
+        assert self.n > 0, self.n
+        assert self.k > 0, self.k
+
+    @property
+    def kind(self) -> WeightKind:
+        return WeightKind.of(self.format)
+
+    @property
+    def n_padded(self) -> int:
+        return -(-self.n // CHANNELS) * CHANNELS
+
+    @property
+    def k_padded(self) -> int:
+        return -(-self.k // K_ALIGN) * K_ALIGN
+
+    @property
+    def group(self) -> int:
+        """Columns of one group; the padded width when the row is one group."""
+        return self.format.group_size or self.k_padded
+
+    @property
+    def num_groups(self) -> int:
+        return -(-self.k // self.group)
+
+    @property
+    def parts(self) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
+        blocks, k = self.n_padded // CHANNELS, self.k_padded
+        codes: dict[WeightKind, tuple[DTypeLike, tuple[int, ...]]] = {
+            WeightKind.BF16: (np.uint16, (blocks, k // 2, CHANNELS, 2)),
+            WeightKind.INT8_ROW: (np.int8, (blocks, k // 4, CHANNELS, 4)),
+            WeightKind.INT8_GROUP: (np.int8, (blocks, k // 4, CHANNELS, 4)),
+            WeightKind.INT4_GROUP: (np.uint8, (blocks, k // 32, 4, CHANNELS, 4)),
+        }
+        dtype, shape = codes[self.kind]
+        parts = {"codes": (np.dtype(dtype), shape)}
+        if self.kind is not WeightKind.BF16:
+            per_group = (blocks, self.num_groups, CHANNELS)
+            parts["scales"] = (self.scale_type.dtype, per_group)
+            if self.format.scheme is Scheme.MIN:
+                parts["minima"] = (self.scale_type.dtype, per_group)
+            if self.format.scheme is Scheme.ZP:
+                parts["zeros"] = (np.dtype(np.uint8), per_group)
+        return parts
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(int(np.prod(shape)) * dtype.itemsize for dtype, shape in self.parts.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedWeight:
+    """A weight in its layout; the arrays are those `layout.parts` names."""
+
+    layout: Layout
+    codes: NDArray[Any]
+    scales: NDArray[Any] | None = None
+    minima: NDArray[Any] | None = None
+    zeros: NDArray[np.uint8] | None = None
+
+    @property
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        found = {name: getattr(self, name) for name in self.layout.parts}
+        assert all(array is not None for array in found.values()), found.keys()
+        return found
+
+    def __post_init__(self) -> None:
+        for name, (dtype, shape) in self.layout.parts.items():
+            array = getattr(self, name)
+            assert array.dtype == dtype, (name, array.dtype, dtype)
+            assert array.shape == shape, (name, array.shape, shape)
+
+
+def layout_of(weight: WeightTensor) -> Layout:
+    """The layout `pack` gives the weight."""
+    n, k = weight.shape
+    scale_type = ScaleType.F32
+    if weight.scales is not None and weight.scales.dtype == np.float16:
+        scale_type = ScaleType.F16
+    layout = Layout(weight.format, n, k, scale_type)
+    row = layout.kind is WeightKind.INT8_ROW
+    assert not (row and scale_type is ScaleType.F16), "whole-row int8 has float32 scales"
+    return layout
+
+
+def pack(weight: WeightTensor) -> PackedWeight:
+    """Arrange a weight for the kernels. Copies; nothing is rounded."""
+    layout = layout_of(weight)
+    kind, blocks, k = layout.kind, layout.n_padded // CHANNELS, layout.k_padded
+    rows = np.zeros((layout.n_padded, k), weight.codes.dtype)
+    rows[: layout.n, : layout.k] = weight.codes
+    if kind is WeightKind.BF16:
+        codes = rows.reshape(blocks, CHANNELS, k // 2, 2).transpose(0, 2, 1, 3)
+    elif kind is WeightKind.INT4_GROUP:
+        assert not (rows > 15).any(), "4-bit codes are 0..15"
+        # [block, n, k/32, half, r, j] -> [block, k/32, half, r, n, j]
+        split = rows.reshape(blocks, CHANNELS, k // 32, 2, 4, 4).transpose(0, 2, 3, 4, 1, 5)
+        codes = split[:, :, 0] | split[:, :, 1] << 4
+    else:
+        assert not (rows == -128).any(), "8-bit codes are -127..127"
+        codes = rows.reshape(blocks, CHANNELS, k // 4, 4).transpose(0, 2, 1, 3)
+
+    def by_block(values: NDArray[Any] | None) -> NDArray[Any] | None:
+        if values is None:
+            return None
+        padded = np.zeros((layout.n_padded, layout.num_groups), values.dtype)
+        padded[: layout.n] = values
+        blocked = padded.reshape(blocks, CHANNELS, layout.num_groups).transpose(0, 2, 1)
+        return np.ascontiguousarray(blocked)
+
+    return PackedWeight(
+        layout,
+        np.ascontiguousarray(codes),
+        by_block(weight.scales),
+        by_block(weight.minima),
+        by_block(weight.zeros),
+    )
+
+
+def unpack(packed: PackedWeight) -> WeightTensor:
+    """The weight `packed` was made from, with ``exact`` and ``source`` unset."""
+    layout = packed.layout
+    kind, n, k = layout.kind, layout.n_padded, layout.k_padded
+    if kind is WeightKind.INT4_GROUP:
+        halves = np.stack([packed.codes & 15, packed.codes >> 4], axis=2)
+        rows = halves.transpose(0, 4, 1, 2, 3, 5).reshape(n, k)
+    else:
+        rows = packed.codes.transpose(0, 2, 1, 3).reshape(n, k)
+
+    def by_row(values: NDArray[Any] | None) -> NDArray[Any] | None:
+        if values is None:
+            return None
+        return np.ascontiguousarray(
+            values.transpose(0, 2, 1).reshape(n, layout.num_groups)[: layout.n]
+        )
+
+    return WeightTensor(
+        layout.format,
+        np.ascontiguousarray(rows[: layout.n, : layout.k]),
+        by_row(packed.scales),
+        by_row(packed.minima),
+        by_row(packed.zeros),
+    )
+
+
+def can_concatenate(weights: Sequence[WeightTensor]) -> bool:
+    """Whether the weights share input width, format and scale type."""
+
+    def key(weight: WeightTensor) -> tuple[object, ...]:
+        return weight.format, weight.shape[1], layout_of(weight).scale_type
+
+    return len({key(weight) for weight in weights}) == 1
+
+
+def concatenate(weights: Sequence[WeightTensor]) -> WeightTensor:
+    """Stack weights that read the same input along N (q, k, v; gate, up) into one.
+
+    The caller has asked `can_concatenate`. ``source`` joins the different sources with ``+``.
+    """
+    assert can_concatenate(weights), [(w.format, w.shape) for w in weights]
+
+    def stacked(name: str) -> NDArray[Any] | None:
+        if getattr(weights[0], name) is None:
+            return None
+        return np.concatenate([getattr(weight, name) for weight in weights])
+
+    codes = stacked("codes")
+    assert codes is not None
+    return WeightTensor(
+        weights[0].format,
+        codes,
+        stacked("scales"),
+        stacked("minima"),
+        stacked("zeros"),
+        exact=all(weight.exact for weight in weights),
+        source="+".join(dict.fromkeys(weight.source for weight in weights)),
+    )
