@@ -1,0 +1,192 @@
+"""Logits of a known text, chunk by chunk with bounded memory, and the numbers taken from them.
+
+A `Scorer` runs one request alone on its own small arena. `score_windows` walks the windows of a text,
+asks the baseline and every candidate for the same rows and keeps sums only: never more than CHUNK_ROWS
+rows of logits per model exist.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trivet.config import PAGE_TOKENS
+from trivet.native.api import Arena, Float32, ModelRunner, StepInput
+
+CHUNK_ROWS = 64
+Float64 = NDArray[np.float64]
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """One pass through the model: ``input_ids`` go in, the last len(target_ids) rows are scored."""
+
+    input_ids: list[int]
+    target_ids: list[int]
+
+
+def make_windows(
+    ids: Sequence[int], *, context: int, stride: int, bos_id: int | None = None
+) -> list[Window]:
+    """Cut a text into windows of at most ``context`` rows so that every token is scored once.
+
+    Each window begins ``stride`` tokens after the one before and scores the tokens that the one before
+    did not. Without ``bos_id`` the text's first token has nothing before it and is not scored; with it
+    every window begins with that token instead, as the model was trained.
+
+    A token is therefore predicted from at least context - stride tokens before it (fewer at the
+    beginning of the text), and with stride == context from none to context - 1 of its own window.
+    """
+    if not 1 <= stride <= context:
+        raise ValueError(f"stride {stride} outside 1..{context}")
+    head = [] if bos_id is None else [bos_id]
+    stream = [*head, *ids]
+    windows: list[Window] = []
+    scored = 1  # stream[:scored] need no score: the first token, or BOS
+    start = 0
+    while scored < len(stream):
+        first = start + 1 if bos_id is not None and start > 0 else start
+        rows = context - 1 if first > start else context
+        end = min(first + rows, len(stream) - 1)  # input rows [first, end) predict [first+1, end+1)
+        inputs = (head if first > start else []) + list(stream[first:end])
+        windows.append(Window(inputs, list(stream[scored : end + 1])))
+        scored = end + 1
+        start += stride
+    return windows
+
+
+class Scorer:
+    """One model that reads texts: a runner and an arena of its own.
+
+    arena  at least ceil(longest window / PAGE_TOKENS) pages; overwritten by every window
+    """
+
+    def __init__(self, runner: ModelRunner, arena: Arena) -> None:
+        self._runner = runner
+        self._arena = arena
+        self._table = np.arange(arena.num_pages, dtype=np.int32)[None, :]
+
+    @property
+    def max_rows(self) -> int:
+        return min(self._arena.num_pages * PAGE_TOKENS, self._runner.max_positions)
+
+    def chunks(self, input_ids: Sequence[int], num_scored: int) -> Iterator[Float32]:
+        """Run one window; yield the logits of its last ``num_scored`` rows, CHUNK_ROWS at a time.
+
+        Chunk borders depend on len(input_ids) and num_scored only, so several models can be walked
+        in step. Each float32 [<= CHUNK_ROWS, V].
+        """
+        assert 0 < num_scored <= len(input_ids) <= self.max_rows, "window outside the arena"
+        first_scored = len(input_ids) - num_scored
+        borders = [
+            *range(0, first_scored, CHUNK_ROWS),
+            *range(first_scored, len(input_ids), CHUNK_ROWS),
+        ]
+        for start, end in zip(borders, [*borders[1:], len(input_ids)], strict=True):
+            wanted = range(end - start) if start >= first_scored else range(0)
+            self._runner.forward(
+                StepInput(
+                    tokens=np.asarray(input_ids[start:end], np.int32),
+                    segments=np.array([[0, end - start, start, 0]], np.int32),
+                    page_tables=self._table,
+                    logit_rows=np.asarray(wanted, np.int32),
+                ),
+                self._arena,
+            )
+            if len(wanted):
+                yield self._runner.logits()
+
+
+@dataclasses.dataclass
+class Tally:
+    """Running sums over scored tokens. ``kl_sum`` and ``agreed`` stay zero for the baseline itself."""
+
+    tokens: int = 0
+    nll_sum: float = 0.0
+    kl_sum: float = 0.0
+    agreed: int = 0
+
+    def add(self, other: Tally) -> None:
+        self.tokens += other.tokens
+        self.nll_sum += other.nll_sum
+        self.kl_sum += other.kl_sum
+        self.agreed += other.agreed
+
+    @property
+    def perplexity(self) -> float | None:
+        """exp of the mean negative log-probability; None when nothing was scored or it overflows."""
+        mean = self.nll_sum / self.tokens if self.tokens else math.inf
+        return math.exp(mean) if mean < 700 else None
+
+
+@dataclasses.dataclass(frozen=True)
+class LogSoftmax:
+    """Rows of logits prepared once: shifted by their maximum, exponentials and log of their sum.
+
+    shifted, exponentials  float32 [R, V]      log_sum  float64 [R]
+    Sums are in float64; single terms in float32, an error near 1e-7 of each.
+    """
+
+    shifted: Float32
+    exponentials: Float32
+    log_sum: Float64
+
+    @classmethod
+    def of(cls, logits: Float32) -> LogSoftmax:
+        shifted = logits - logits.max(axis=1, keepdims=True)
+        exponentials = np.exp(shifted)
+        log_sum = np.log(exponentials.sum(axis=1, dtype=np.float64))
+        return cls(shifted, exponentials, log_sum)
+
+    def nll(self, targets: NDArray[np.int64]) -> float:
+        """Sum of the targets' negative log-probabilities."""
+        rows = np.arange(len(targets))
+        return float((self.log_sum - self.shifted[rows, targets].astype(np.float64)).sum())
+
+    def kl_to(self, other: LogSoftmax) -> float:
+        """Sum over rows of KL(self || other)."""
+        terms = (self.exponentials * (self.shifted - other.shifted)).sum(axis=1, dtype=np.float64)
+        rows = terms / np.exp(self.log_sum) - (self.log_sum - other.log_sum)
+        return float(np.maximum(rows, 0.0).sum())
+
+    def agreement(self, other: LogSoftmax) -> int:
+        """Rows in which both have the same most likely token (ties: the lowest id)."""
+        return int((self.shifted.argmax(axis=1) == other.shifted.argmax(axis=1)).sum())
+
+
+def score_windows(
+    baseline: Scorer | None,
+    candidates: Mapping[str, Scorer],
+    windows: Sequence[Window],
+    progress: Callable[[int], None] | None = None,
+) -> tuple[Tally, dict[str, Tally]]:
+    """Walk all models through the windows in step; return the baseline's sums and each candidate's.
+
+    progress  called with the number of tokens just scored
+    """
+    base_tally, tallies = Tally(), {name: Tally() for name in candidates}
+    for window in windows:
+        count = len(window.target_ids)
+        base_chunks = baseline.chunks(window.input_ids, count) if baseline is not None else None
+        walks = {
+            name: scorer.chunks(window.input_ids, count) for name, scorer in candidates.items()
+        }
+        for start in range(0, count, CHUNK_ROWS):
+            targets = np.asarray(window.target_ids[start : start + CHUNK_ROWS], np.int64)
+            base = LogSoftmax.of(next(base_chunks)) if base_chunks is not None else None
+            if base is not None:
+                base_tally.add(Tally(len(targets), base.nll(targets)))
+            for name, walk in walks.items():
+                own = LogSoftmax.of(next(walk))
+                tally = Tally(len(targets), own.nll(targets))
+                if base is not None:
+                    tally.kl_sum = base.kl_to(own)
+                    tally.agreed = base.agreement(own)
+                tallies[name].add(tally)
+            if progress is not None:
+                progress(len(targets))
+    return base_tally, tallies
