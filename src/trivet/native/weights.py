@@ -72,14 +72,15 @@ def rotate(columns: NDArray[np.float64]) -> NDArray[np.float64]:
     """
     k = columns.shape[-1]
     width = hadamard_width(k)
-    blocks = columns.astype(np.float64).reshape(*columns.shape[:-1], k // width, width)
+    blocks: NDArray[np.float64] = columns.astype(np.float64)
+    blocks = blocks.reshape(*columns.shape[:-1], k // width, width) / np.sqrt(width)
     stride = 1
     while stride < width:
         pairs = blocks.reshape(*blocks.shape[:-1], width // (2 * stride), 2, stride)
         low, high = pairs[..., 0, :], pairs[..., 1, :]
         blocks = np.stack([low + high, low - high], axis=-2).reshape(blocks.shape)
         stride *= 2
-    return (blocks / np.sqrt(width)).reshape(columns.shape)
+    return blocks.reshape(columns.shape)
 
 
 def dequantize(weight: WeightTensor, *, rotated: bool = False) -> NDArray[np.float32]:

@@ -1,0 +1,214 @@
+"""Numpy reference of the linear and activation kernels, bit for bit the numerics contract.
+
+float32 operations are emulated in float64: sums, products and quotients of two float32 values rounded
+through float64 round correctly (53 >= 2 * 24 + 2 bits); fused multiply-add needs the sum rounded to
+odd first. Subnormal inputs count as zero and subnormal results become zero (DAZ, FTZ). A NaN result is
+a NaN, whatever its payload. Slow: one numpy pass per column, for tests and toy models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trivet.config import Scheme
+from trivet.native.weights import WeightTensor, hadamard_width
+
+Float32 = NDArray[np.float32]
+Float64 = NDArray[np.float64]
+Operand = NDArray[np.float32] | np.float32
+
+_MIN_NORMAL = 2.0**-126
+_TINY_BELOW = 2.0**-126 - 2.0**-151  # rounds to 24 bits below the smallest normal number
+
+
+def _flush(x: Operand) -> Float64:
+    """Inputs of an operation: subnormal numbers read as zero of their sign."""
+    wide: Float64 = np.asarray(x, np.float32).astype(np.float64)
+    return np.where(np.abs(wide) < _MIN_NORMAL, np.copysign(0.0, wide), wide)
+
+
+def _round(wide: Float64) -> Float32:
+    """A result: float64 to float32, to nearest even; subnormal results become zero of their sign."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        flushed = np.where(np.abs(wide) < _TINY_BELOW, np.copysign(0.0, wide), wide)
+        result: Float32 = flushed.astype(np.float32)
+    return result
+
+
+def add32(a: Operand, b: Operand) -> Float32:
+    """One float32 addition."""
+    with np.errstate(invalid="ignore"):
+        return _round(_flush(a) + _flush(b))
+
+
+def mul32(a: Operand, b: Operand) -> Float32:
+    """One float32 multiplication."""
+    with np.errstate(invalid="ignore"):
+        return _round(_flush(a) * _flush(b))
+
+
+def div32(a: Operand, b: Operand) -> Float32:
+    """One float32 division."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return _round(_flush(a) / _flush(b))
+
+
+def fma32(a: Operand, b: Operand, c: Operand) -> Float32:
+    """One float32 fused multiply-add: a * b + c rounded once.
+
+    The product is exact in float64. The sum is rounded to odd (the inexact neighbour whose last bit is
+    set), from which rounding to float32 is correct. Source: Boldo and Melquiond, IEEE TC 57(4), 2008.
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        product, addend = np.broadcast_arrays(_flush(a) * _flush(b), _flush(c))
+        total = product + addend
+        shadow = total - product
+        error = (product - (total - shadow)) + (addend - shadow)
+        bits = np.ascontiguousarray(total).view(np.int64)
+        inexact = np.isfinite(total) & (error != 0.0) & (bits & 1 == 0)
+        away = (error > 0.0) == (total > 0.0)
+        bits = np.where(inexact, np.where(away, bits + 1, bits - 1), bits)
+    return _round(bits.view(np.float64))
+
+
+def to_bf16(x: Float32) -> NDArray[np.uint16]:
+    """Bits of x rounded to bf16: nearest even, NaN quiet, subnormal numbers to zero of their sign."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    magnitude = bits & np.uint32(0x7FFFFFFF)
+    rounded = (bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) >> 16
+    rounded = np.where(magnitude > 0x7F800000, bits >> 16 | 0x40, rounded)
+    rounded = np.where(magnitude < 0x00800000, bits >> 16 & 0x8000, rounded)
+    result: NDArray[np.uint16] = rounded.astype(np.uint16)
+    return result
+
+
+def from_bf16(bits: NDArray[np.uint16]) -> Float32:
+    """The float32 values of bf16 bits, exactly."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedRows:
+    """Activations as the integer linears read them.
+
+    codes   int8 [R, K]        scales  float32 [R, G]        sums  int32 [R, G], sums of codes
+    """
+
+    codes: NDArray[np.int8]
+    scales: Float32
+    sums: NDArray[np.int32]
+
+
+def _quantize_span(x: Float32) -> QuantizedRows:
+    """One scale per row of x [R, K]."""
+    bits = np.ascontiguousarray(x).view(np.uint32) & np.uint32(0x7FFFFFFF)
+    amax = bits.max(axis=1, keepdims=True).view(np.float32)
+    with np.errstate(invalid="ignore"):
+        positive = _flush(amax) > 0.0
+    inverse = np.where(positive, div32(np.float32(127.0), amax), np.float32(0.0))
+    value = mul32(x, inverse).astype(np.float64)
+    value = np.where(value > -127.0, value, -127.0)
+    codes = np.rint(np.where(value < 127.0, value, 127.0)).astype(np.int8)
+    sums = codes.sum(axis=1, keepdims=True, dtype=np.int32)
+    return QuantizedRows(codes, div32(amax, np.float32(127.0)), sums)
+
+
+def quantize_group(x: Float32, group: int) -> QuantizedRows:
+    """Activations of the grouped formats: one scale per row and group; the last may be shorter."""
+    spans = [_quantize_span(x[:, k : k + group]) for k in range(0, x.shape[1], group)]
+    return QuantizedRows(
+        np.concatenate([span.codes for span in spans], axis=1),
+        np.concatenate([span.scales for span in spans], axis=1),
+        np.concatenate([span.sums for span in spans], axis=1),
+    )
+
+
+def rotate32(x: Float32, width: int) -> Float32:
+    """Block Hadamard of each row in float32: butterflies of stride 1, 2, 4, ..., then one product."""
+    rows, k = x.shape
+    if width < 2:
+        return x
+    stride = 1
+    while stride < width:
+        pairs = x.reshape(rows, k // (2 * stride), 2, stride)
+        low, high = pairs[:, :, 0], pairs[:, :, 1]
+        x = np.stack([add32(low, high), add32(low, -high)], axis=2).reshape(rows, k)
+        stride *= 2
+    return mul32(x, np.float32(1.0 / np.sqrt(width)))
+
+
+def quantize_row(x: Float32, width: int | None = None) -> QuantizedRows:
+    """Activations of whole-row int8: rotation of ``width`` (None: that of K), one scale per row."""
+    return _quantize_span(rotate32(x, hadamard_width(x.shape[1]) if width is None else width))
+
+
+def bf16_product(a: NDArray[np.uint16], b: NDArray[np.uint16]) -> Float32:
+    """bf16 bits a [R, K] times b [N, K] transposed: float32 [R, N], as TDPBF16PS computes it.
+
+    K is padded with zeros to a multiple of 64. Per 32 columns: a chain of fused multiply-adds over
+    the even ones, one over the odd ones, their sum added to the accumulator.
+    """
+    pad = -a.shape[1] % 64
+    left = from_bf16(np.pad(a, ((0, 0), (0, pad))))[:, None, :]
+    right = from_bf16(np.pad(b, ((0, 0), (0, pad))))[None, :, :]
+    acc = np.zeros((a.shape[0], b.shape[0]), np.float32)
+    for k in range(0, a.shape[1] + pad, 32):
+        even, odd = np.zeros_like(acc), np.zeros_like(acc)
+        for i in range(k, k + 32, 2):
+            even = fma32(left[..., i], right[..., i], even)
+            odd = fma32(left[..., i + 1], right[..., i + 1], odd)
+        acc = add32(acc, add32(even, odd))
+    return acc
+
+
+def _int_dot(x: NDArray[np.int8], codes: NDArray[Any]) -> Float32:
+    """Exact integer product [R, N] as float32 (rounded to nearest even where it needs more bits)."""
+    # float64 holds sums of up to 2^37 products of int8 codes exactly and uses the fast product.
+    result: Float32 = (x.astype(np.float64) @ codes.astype(np.float64).T).astype(np.float32)
+    return result
+
+
+def _group_product(x: QuantizedRows, weight: WeightTensor) -> Float32:
+    group, k = weight.format.group_size, weight.shape[1]
+    assert group is not None
+    assert weight.scales is not None
+    scales = weight.scales.astype(np.float32)
+    acc = np.zeros((x.codes.shape[0], weight.shape[0]), np.float32)
+    for g in range(weight.num_groups):
+        columns = slice(g * group, min(k, (g + 1) * group))
+        codes = weight.codes[:, columns].astype(np.int32)
+        if weight.zeros is not None:
+            codes = codes - weight.zeros[:, g : g + 1].astype(np.int32)
+        elif weight.format.bits == 4 and weight.format.scheme is Scheme.SYM:
+            codes = codes - 8
+        sx = x.scales[:, g : g + 1]
+        acc = fma32(_int_dot(x.codes[:, columns], codes), mul32(sx, scales[None, :, g]), acc)
+        if weight.minima is not None:
+            sum_x = mul32(x.sums[:, g : g + 1].astype(np.float32), sx)
+            acc = fma32(sum_x, weight.minima.astype(np.float32)[None, :, g], acc)
+    return acc
+
+
+def linear(
+    x: Float32, weight: WeightTensor, bias: Float32 | None = None, residual: Float32 | None = None
+) -> Float32:
+    """x [R, K] through one linear: quantize the activations as the format says, multiply, add.
+
+    bias [N] is added to the product, and the sum to residual [R, N]. Returns float32 [R, N].
+    """
+    if weight.format.bits == 16:
+        y = bf16_product(to_bf16(x), weight.codes.astype(np.uint16))
+    elif weight.format.group_size is None:
+        assert weight.scales is not None
+        rows = quantize_row(x)
+        t = mul32(rows.scales, weight.scales.astype(np.float32).T)
+        y = mul32(_int_dot(rows.codes, weight.codes), t)
+    else:
+        y = _group_product(quantize_group(x, weight.format.group_size), weight)
+    if bias is not None:
+        y = add32(y, bias[None, :])
+    return y if residual is None else add32(residual, y)
