@@ -1,6 +1,7 @@
 """Trivet beside llama.cpp and OpenVINO GenAI: one machine, one run, interleaved rounds.
 
-    python benchmarks/peers/run.py -o benchmarks/results [--rounds 5] [--only NAME ...] [--cases NAME ...]
+    python benchmarks/peers/run.py -o benchmarks/results [--rounds 5] [--only NAME ...]
+        [--cases NAME ...]
 
 Every round runs each case on every engine before the next round begins, so that a noisy minute hits
 all of them. Rates: prefill = prompt tokens / time to the first token; decode = (output - 1) / (total -
@@ -98,13 +99,13 @@ def engines(threads: int) -> list[Engine]:
 
 def prompts(count: int, length: int, seed: int) -> list[list[int]]:
     """Distinct natural text: windows of the standard library's documentation, as token ids."""
-    from trivet.evaluate.corpora import default_corpora
-    from trivet.models import load_packed
+    from trivet.evaluate.corpora import builtin_corpora
+    from trivet.quant import load_packed
 
     global _ids
     if not _ids:
         tokenizer = load_packed("demo", "auto").tokenizer()
-        _ids = tokenizer.encode(next(iter(default_corpora())).text, add_special_tokens=False)
+        _ids = tokenizer.encode(builtin_corpora()[0].text, add_special_tokens=False)
     step = 997
     starts = [(seed * 131 + i * step) % (len(_ids) - length) for i in range(count)]
     return [_ids[s : s + length] for s in starts]
