@@ -1,15 +1,11 @@
 // The linear kernels as the numerics contract writes them down: one channel, one row at a time.
-#include <bit>
-#include <cmath>
-
 #include "kernels/linear/linear.h"
+#include "kernels/math/scalar.h"
 
 namespace trivet::generic {
 namespace {
 
 constexpr int32_t kChannels = 16;
-
-float from_bf16(uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }
 
 // Exact for every f16, subnormal numbers included.
 float from_f16(uint16_t bits) {
@@ -17,11 +13,10 @@ float from_f16(uint16_t bits) {
     const uint32_t exponent = bits >> 10 & 0x1f;
     const uint32_t mantissa = bits & 0x3ff;
     if (exponent == 0) {
-        const float magnitude = static_cast<float>(mantissa) * 0x1p-24f;
-        return std::bit_cast<float>(std::bit_cast<uint32_t>(magnitude) | sign);
+        return bits_float(float_bits(static_cast<float>(mantissa) * 0x1p-24f) | sign);
     }
-    if (exponent == 31) return std::bit_cast<float>(sign | 0x7f800000 | mantissa << 13);
-    return std::bit_cast<float>(sign | (exponent + 112) << 23 | mantissa << 13);
+    if (exponent == 31) return bits_float(sign | 0x7f800000 | mantissa << 13);
+    return bits_float(sign | (exponent + 112) << 23 | mantissa << 13);
 }
 
 float load_scale(const void* values, ScaleType type, int64_t index) {
@@ -73,8 +68,8 @@ void bf16(const LinearWeight& w, const Activations& x, int32_t block_begin, int3
             float even = 0.0f, odd = 0.0f;
             for (int32_t i = k; i < k + 32; i += 2) {
                 const uint16_t* pair = b + (i / 2) * 32 + lane * 2;
-                even = std::fma(from_bf16(a[i]), from_bf16(pair[0]), even);
-                odd = std::fma(from_bf16(a[i + 1]), from_bf16(pair[1]), odd);
+                even = fma_f32(from_bf16(a[i]), from_bf16(pair[0]), even);
+                odd = fma_f32(from_bf16(a[i + 1]), from_bf16(pair[1]), odd);
             }
             acc = acc + (even + odd);
         }
@@ -115,11 +110,11 @@ void int_group(const LinearWeight& w, const Activations& x, int32_t block_begin,
             }
             const float sx = x.scales[int64_t(row) * w.num_groups + g];
             const float t = sx * load_scale(w.scales, w.scale_type, index);
-            acc = std::fma(static_cast<float>(sum), t, acc);
+            acc = fma_f32(static_cast<float>(sum), t, acc);
             if (w.scheme == Scheme::kMin) {
                 const int32_t sum_x = x.sums[int64_t(row) * w.num_groups + g];
                 const float u = static_cast<float>(sum_x) * sx;
-                acc = std::fma(u, load_scale(w.minima, w.scale_type, index), acc);
+                acc = fma_f32(u, load_scale(w.minima, w.scale_type, index), acc);
             }
         }
         return acc;

@@ -1,28 +1,18 @@
 // The activation kernels as the numerics contract writes them down.
-#include <bit>
-
+#include "kernels/math/scalar.h"
 #include "kernels/quantize/quantize.h"
 
 namespace trivet::generic {
 namespace {
 
-// Round to nearest even; NaN becomes quiet, denormals become zero of their sign.
-uint16_t bf16_bits(float value) {
-    const uint32_t bits = std::bit_cast<uint32_t>(value);
-    const uint32_t magnitude = bits & 0x7fffffff;
-    if (magnitude > 0x7f800000) return static_cast<uint16_t>(bits >> 16 | 0x40);
-    if (magnitude < 0x00800000) return static_cast<uint16_t>(bits >> 16 & 0x8000);
-    return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
 // The largest magnitude by its bits, so that a NaN counts as larger than everything.
 float max_magnitude(const float* x, int32_t count) {
     uint32_t largest = 0;
     for (int32_t i = 0; i < count; ++i) {
-        const uint32_t magnitude = std::bit_cast<uint32_t>(x[i]) & 0x7fffffff;
+        const uint32_t magnitude = float_bits(x[i]) & 0x7fffffff;
         if (magnitude > largest) largest = magnitude;
     }
-    return std::bit_cast<float>(largest);
+    return bits_float(largest);
 }
 
 // Quantizes `count` values with one scale. A NaN product becomes -127.
@@ -34,9 +24,9 @@ void quantize_span(const float* x, int32_t count, int8_t* codes, float* scale, i
         float v = x[i] * inverse;
         v = v > -127.0f ? v : -127.0f;
         v = v < 127.0f ? v : 127.0f;
-        // Adding 1.5 * 2^23 rounds to the nearest even integer and leaves it in the low bits.
+        // Adding the magic number rounds to the nearest even integer, left in the low bits.
         const auto code =
-            static_cast<int8_t>(std::bit_cast<uint32_t>(v + 12582912.0f) - 0x4b400000u);
+            static_cast<int8_t>(float_bits(v + kRoundMagic) - float_bits(kRoundMagic));
         codes[i] = code;
         total += code;
     }
@@ -45,7 +35,7 @@ void quantize_span(const float* x, int32_t count, int8_t* codes, float* scale, i
 }
 
 void to_bf16(const float* x, int32_t k, int32_t k_padded, uint16_t* out) {
-    for (int32_t i = 0; i < k; ++i) out[i] = bf16_bits(x[i]);
+    for (int32_t i = 0; i < k; ++i) out[i] = trivet::to_bf16(x[i]);
     for (int32_t i = k; i < k_padded; ++i) out[i] = 0;
 }
 
