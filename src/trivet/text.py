@@ -89,10 +89,12 @@ class TextDelta:
     text       text that may be shown now
     token_ids  the tokens that count: all of the run, or those up to the one that completed a stop
                string (included)
+    is_last    a stop string is complete: nothing more will be shown
     """
 
     text: str
     token_ids: list[int]
+    is_last: bool = False
 
 
 class TextStream:
@@ -134,7 +136,7 @@ class TextStream:
             taken.append(token_id)
             if token_id not in self._silent_ids:
                 shown.append(self._matcher.push(self._detokenizer.push(token_id)))
-        return TextDelta("".join(shown), taken)
+        return TextDelta("".join(shown), taken, self.stopped)
 
     def finish(self) -> str:
         """The request ended: the text that was held back, if no stop string was found."""

@@ -1,0 +1,96 @@
+"""The table of verbs, and how an exception becomes one line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from trivet.cli import bench, chat, evaluate, generate, info, ladder, serve
+from trivet.cli.hints import hint_for
+from trivet.errors import EngineError, RequestError, TrivetError
+
+# typer carries its own copy of click in some versions; its exceptions are found through BadParameter.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+_ClickException: type[Exception] = typer.BadParameter.__mro__[2]
+
+
+def _version(value: bool) -> None:
+    if value:
+        from trivet import __version__
+
+        typer.echo(f"trivet {__version__}")
+        raise typer.Exit
+
+
+app = typer.Typer(
+    name="trivet",
+    help="Makes large language models run faster, and proves it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(
+        False, "--version", "-V", callback=_version, is_eager=True, help="Print the version."
+    ),
+) -> None:
+    """Makes large language models run faster, and proves it."""
+
+
+app.command("info")(info.info)
+app.command("generate")(generate.generate)
+app.command("chat")(chat.chat)
+app.command("serve")(serve.serve)
+app.command("evaluate")(evaluate.evaluate)
+app.command("ladder")(ladder.ladder)
+app.add_typer(bench.app, name="bench")
+
+
+def run(words: Sequence[str]) -> int:
+    """Run ``words`` as a command line; returns the exit code."""
+    try:
+        result = app(args=list(words), prog_name="trivet", standalone_mode=False)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except typer.Abort:
+        return _fail("interrupted", 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except _UsageError as error:
+        return _fail(_usage_line(error, words), 2)
+    except _ClickException as error:
+        return _fail(str(error), 2)
+    except EngineError as error:
+        return _fail(str(error), 1)
+    except RequestError as error:
+        field = f"{error.param}: " if error.param else ""
+        return _fail(f"{field}{error}", 2)
+    except TrivetError as error:
+        return _fail(str(error), 2)
+    except MemoryError:
+        return _fail("out of memory: try a smaller --max-model-len, --max-num-seqs or --kv int8", 1)
+    return result if isinstance(result, int) else 0
+
+
+def _usage_line(error: Exception, words: Sequence[str]) -> str:
+    message = getattr(error, "format_message", error.__str__)()
+    if getattr(error, "message", None) == "" and not message:
+        message = f"nothing to do: try trivet {' '.join([*words, '--help'])}"
+    option = getattr(error, "option_name", None)
+    hint = hint_for(option) if option else None
+    return f"{message} {hint}" if hint else message
+
+
+def _fail(message: str, code: int) -> int:
+    """Print one line, whatever the message holds, and return ``code``."""
+    print("trivet: " + " ".join(str(message).split()), file=sys.stderr)
+    return code

@@ -1,0 +1,159 @@
+"""Where a verb's output goes.
+
+Progress is always on standard error. Results are tables on standard output, or, with ``--json``, one
+JSON object as its last line and the tables on standard error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_QUIET_S = 1.0  # a job that ends sooner shows no bar
+
+
+class Output:
+    """The two streams of one command. ``as_json`` is its ``--json`` flag."""
+
+    def __init__(self, as_json: bool) -> None:
+        self.as_json = as_json
+
+    @property
+    def tables(self) -> Console:
+        """The console for result tables."""
+        from rich.console import Console
+
+        return Console(stderr=self.as_json, highlight=False, soft_wrap=False)
+
+    def note(self, text: str) -> None:
+        """A line about the run on standard error."""
+        print(text, file=sys.stderr, flush=True)
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        """Print a table; every column but the first is right-aligned."""
+        from rich.box import SIMPLE
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=title or None, box=SIMPLE, title_justify="left", pad_edge=False)
+        for index, column in enumerate(columns):
+            table.add_column(column, justify="left" if index == 0 else "right")
+        for row in rows:
+            table.add_row(*(Text("-" if cell is None else str(cell)) for cell in row))
+        self.tables.print(table)
+
+    def result(self, value: Mapping[str, Any]) -> None:
+        """With ``--json``: print the object as the last line of standard output."""
+        if self.as_json:
+            print(json.dumps(plain(value), ensure_ascii=False, allow_nan=False), flush=True)
+
+    @contextlib.contextmanager
+    def progress(self, label: str, total: float | None = None) -> Iterator[Callable[[float], None]]:
+        """A progress bar on standard error; yields a function that advances it.
+
+        It appears once the job has run for a second. ``total`` None: a spinner.
+        """
+        with _Bar(label, total) as bar:
+            yield bar.advance
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[Callable[[str, int, int], None]]:
+        """Progress of loading a model, as `trivet.quant.load_packed` reports it (what, done, total)."""
+        bars: dict[str, _Bar] = {}
+        try:
+
+            def report(what: str, done: int, total: int) -> None:
+                bar = bars.get(what)
+                if bar is None:
+                    for other in bars.values():
+                        other.close()
+                    bar = bars[what] = _Bar(what, total or None)
+                bar.set(done)
+
+            yield report
+        finally:
+            for bar in bars.values():
+                bar.close()
+
+
+class _Bar:
+    """A rich progress bar that waits `_QUIET_S` before it shows itself."""
+
+    def __init__(self, label: str, total: float | None) -> None:
+        self._label, self._total = label, total
+        self._done = 0.0
+        self._started = time.monotonic()
+        self._progress: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def advance(self, amount: float) -> None:
+        self.set(self._done + amount)
+
+    def set(self, done: float) -> None:
+        self._done = done
+        if self._progress is None and time.monotonic() - self._started > _QUIET_S:
+            self._show()
+        if self._progress is not None:
+            self._progress.update(self._task, completed=self._done)
+
+    def _show(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self._progress.start()
+        self._task = self._progress.add_task(self._label, total=self._total)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def plain(value: Any) -> Any:
+    """``value`` as JSON has it: mappings, lists, numbers; infinite and NaN become null."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if hasattr(value, "item"):
+        return plain(value.item())
+    return str(value)
+
+
+def number(value: float | None, digits: int = 3) -> str | None:
+    """A figure with ``digits`` significant digits for a table; None stays None."""
+    if value is None or not math.isfinite(value):
+        return None
+    if value != 0 and abs(value) < 1e-4:
+        return f"{value:.1e}"
+    if abs(value) >= 10**digits:
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}"
