@@ -97,10 +97,14 @@ Refusals detect() {
 
 const char* level_name(Level level) {
     switch (level) {
-        case Level::kGeneric: return "generic";
-        case Level::kAvx2: return "avx2";
-        case Level::kAvx512: return "avx512";
-        case Level::kAmx: return "amx";
+        case Level::kGeneric:
+            return "generic";
+        case Level::kAvx2:
+            return "avx2";
+        case Level::kAvx512:
+            return "avx512";
+        case Level::kAmx:
+            return "amx";
     }
     return "unknown";
 }
@@ -122,8 +126,8 @@ Level parse_level(const std::string& name) {
         const Level level = static_cast<Level>(i);
         if (name != level_name(level)) continue;
         if (level_refusal(level).empty()) return level;
-        throw std::invalid_argument("instruction-set level " + name + " cannot run here: " +
-                                    level_refusal(level));
+        throw std::invalid_argument("instruction-set level " + name +
+                                    " cannot run here: " + level_refusal(level));
     }
     throw std::invalid_argument("instruction-set level '" + name +
                                 "' is not known; allowed: generic, avx2, avx512, amx");

@@ -1,0 +1,202 @@
+#include "kernels/math/avx2.h"
+
+#include "kernels/attention/attention.h"
+#include "kernels/attention/span.h"
+
+namespace trivet::avx2 {
+namespace {
+
+// Even and odd elements of 8 pairs as float32.
+inline void load_pairs(const uint16_t* b, __m256& even, __m256& odd) {
+    const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b));
+    even = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
+    odd = _mm256_castsi256_ps(
+        _mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+}
+
+inline void load_pairs(const int8_t* b, __m256& even, __m256& odd) {
+    const __m256i pairs =
+        _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(b)));
+    even = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(pairs, 16), 16));
+    odd = _mm256_cvtepi32_ps(_mm256_srai_epi32(pairs, 16));
+}
+
+// 8 * kWide lanes of kQ vectors: up to 12 chains in registers.
+template <int kQ, int kWide, typename T>
+inline void product_tile(const float* a, int32_t a_stride, const T* b, int32_t lanes, int32_t pairs,
+                         float* c, int32_t c_stride, bool accumulate) {
+    for (int32_t begin = 0; begin < pairs; begin += 16) {
+        const int32_t end = begin + 16 < pairs ? begin + 16 : pairs;
+        __m256 even[kQ][kWide], odd[kQ][kWide];
+        for (int q = 0; q < kQ; ++q) {
+            for (int w = 0; w < kWide; ++w) even[q][w] = odd[q][w] = _mm256_setzero_ps();
+        }
+        for (int32_t i = begin; i < end; ++i) {
+            __m256 b_even[kWide], b_odd[kWide];
+            for (int w = 0; w < kWide; ++w) {
+                load_pairs(b + (i * lanes + 8 * w) * 2, b_even[w], b_odd[w]);
+            }
+            for (int q = 0; q < kQ; ++q) {
+                const __m256 x = _mm256_broadcast_ss(a + q * a_stride + 2 * i);
+                for (int w = 0; w < kWide; ++w) {
+                    even[q][w] = _mm256_fmadd_ps(x, b_even[w], even[q][w]);
+                }
+                const __m256 y = _mm256_broadcast_ss(a + q * a_stride + 2 * i + 1);
+                for (int w = 0; w < kWide; ++w) {
+                    odd[q][w] = _mm256_fmadd_ps(y, b_odd[w], odd[q][w]);
+                }
+            }
+        }
+        for (int q = 0; q < kQ; ++q) {
+            for (int w = 0; w < kWide; ++w) {
+                float* target = c + q * c_stride + 8 * w;
+                const __m256 sum =
+                    accumulate || begin > 0 ? _mm256_loadu_ps(target) : _mm256_setzero_ps();
+                _mm256_storeu_ps(target, _mm256_add_ps(sum, _mm256_add_ps(even[q][w], odd[q][w])));
+            }
+        }
+    }
+}
+
+inline float widen(uint16_t code) { return from_bf16(code); }
+inline float widen(int8_t code) { return static_cast<float>(code); }
+
+struct Isa {
+    template <int kQ, typename T>
+    static void product_rows(const float* a, int32_t a_stride, const T* b, int32_t lanes,
+                             int32_t pairs, float* c, int32_t c_stride, bool accumulate) {
+        int32_t lane = 0;
+        for (; lane + 16 <= lanes; lane += 16) {
+            product_tile<kQ, 2>(a, a_stride, b + 2 * lane, lanes, pairs, c + lane, c_stride,
+                                accumulate);
+        }
+        for (; lane + 8 <= lanes; lane += 8) {
+            product_tile<kQ, 1>(a, a_stride, b + 2 * lane, lanes, pairs, c + lane, c_stride,
+                                accumulate);
+        }
+        for (; lane < lanes; ++lane) {
+            for (int q = 0; q < kQ; ++q) {
+                const float* x = a + q * a_stride;
+                float sum = accumulate ? c[q * c_stride + lane] : 0.0f;
+                for (int32_t begin = 0; begin < pairs; begin += 16) {
+                    const int32_t end = begin + 16 < pairs ? begin + 16 : pairs;
+                    float even = 0.0f, odd = 0.0f;
+                    for (int32_t i = begin; i < end; ++i) {
+                        const T* pair = b + (i * lanes + lane) * 2;
+                        even = fma_f32(x[2 * i], widen(pair[0]), even);
+                        odd = fma_f32(x[2 * i + 1], widen(pair[1]), odd);
+                    }
+                    sum += even + odd;
+                }
+                c[q * c_stride + lane] = sum;
+            }
+        }
+    }
+
+    template <typename T>
+    static void product(int32_t num_q, const float* a, int32_t a_stride, const T* b, int32_t lanes,
+                        int32_t pairs, float* c, int32_t c_stride, bool accumulate) {
+        int32_t q = 0;
+        for (; q + 3 <= num_q; q += 3) {
+            product_rows<3>(a + q * a_stride, a_stride, b, lanes, pairs, c + q * c_stride, c_stride,
+                            accumulate);
+        }
+        if (num_q - q == 2) {
+            product_rows<2>(a + q * a_stride, a_stride, b, lanes, pairs, c + q * c_stride, c_stride,
+                            accumulate);
+        } else if (num_q - q == 1) {
+            product_rows<1>(a + q * a_stride, a_stride, b, lanes, pairs, c + q * c_stride, c_stride,
+                            accumulate);
+        }
+    }
+
+    template <bool kScaled>
+    static void softmax(float* scores, int32_t valid, int32_t padded, const float* t,
+                        const float* v_scale, float* m, float* l) {
+        const __m256i index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+        const __m256 lowest = _mm256_set1_ps(bits_float(0xff800000u));
+        const __m256 factor = _mm256_set1_ps(t[0]);
+        auto mask_at = [&](int32_t j) {
+            return _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(valid - j), index));
+        };
+        __m256 tops = lowest;
+        for (int32_t j = 0; j < valid; j += 8) {
+            const __m256 scale = kScaled ? _mm256_loadu_ps(t + j) : factor;
+            const __m256 s = _mm256_mul_ps(_mm256_loadu_ps(scores + j), scale);
+            _mm256_storeu_ps(scores + j, s);
+            // max returns its second operand when the first is NaN.
+            tops = _mm256_max_ps(_mm256_blendv_ps(lowest, s, mask_at(j)), tops);
+        }
+        const __m128 four =
+            _mm_max_ps(_mm256_castps256_ps128(tops), _mm256_extractf128_ps(tops, 1));
+        const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+        const float top = _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
+        const __m256 shift = _mm256_set1_ps(top);
+        __m256 sums[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
+        for (int32_t j = 0; j < padded; j += 16) {
+            for (int32_t half = 0; half < 2; ++half) {
+                float* at = scores + j + 8 * half;
+                __m256 p = exp_ps(_mm256_sub_ps(_mm256_loadu_ps(at), shift));
+                const __m256 mask = mask_at(j + 8 * half);
+                p = _mm256_and_ps(p, mask);
+                sums[half] = _mm256_add_ps(sums[half], p);
+                if constexpr (kScaled) {
+                    p = _mm256_mul_ps(p, _mm256_loadu_ps(v_scale + j + 8 * half));
+                    p = _mm256_and_ps(p, mask);
+                }
+                const __m256i bits = _mm256_slli_epi32(to_bf16_epi32(p), 16);
+                _mm256_storeu_ps(at, _mm256_castsi256_ps(bits));
+            }
+        }
+        *m = top;
+        *l = tree_sum(sums[0], sums[1]);
+    }
+
+    static void settle(float* o, int32_t n) {
+        int32_t i = 0;
+        const __m256 zero = _mm256_setzero_ps();
+        for (; i + 8 <= n; i += 8) {
+            _mm256_storeu_ps(o + i, _mm256_add_ps(_mm256_loadu_ps(o + i), zero));
+        }
+        for (; i < n; ++i) o[i] += 0.0f;
+    }
+};
+
+void merge(int32_t num_q, int32_t head_dim, const float* m2, const float* l2, const float* o2,
+           float* m, float* l, float* o) {
+    for (int32_t q = 0; q < num_q; ++q) {
+        const float top = m2[q] > m[q] ? m2[q] : m[q];
+        const float a = exp_f32(m[q] - top), b = exp_f32(m2[q] - top);
+        m[q] = top;
+        l[q] = fma_f32(l[q], a, l2[q] * b);
+        float* row = o + static_cast<ptrdiff_t>(q) * head_dim;
+        const float* row2 = o2 + static_cast<ptrdiff_t>(q) * head_dim;
+        const __m256 scale = _mm256_set1_ps(a), scale2 = _mm256_set1_ps(b);
+        int32_t d = 0;
+        for (; d + 8 <= head_dim; d += 8) {
+            const __m256 added = _mm256_mul_ps(_mm256_loadu_ps(row2 + d), scale2);
+            _mm256_storeu_ps(row + d, _mm256_fmadd_ps(_mm256_loadu_ps(row + d), scale, added));
+        }
+        for (; d < head_dim; ++d) row[d] = fma_f32(row[d], a, row2[d] * b);
+    }
+}
+
+void finish(int32_t num_q, int32_t head_dim, const float* l, const float* o, float* out,
+            ptrdiff_t out_stride) {
+    for (int32_t q = 0; q < num_q; ++q) {
+        const float* row = o + static_cast<ptrdiff_t>(q) * head_dim;
+        const __m256 divisor = _mm256_set1_ps(l[q]);
+        int32_t d = 0;
+        for (; d + 8 <= head_dim; d += 8) {
+            _mm256_storeu_ps(out + q * out_stride + d,
+                             _mm256_div_ps(_mm256_loadu_ps(row + d), divisor));
+        }
+        for (; d < head_dim; ++d) out[q * out_stride + d] = row[d] / l[q];
+    }
+}
+
+}  // namespace
+
+const AttentionKernels attention_kernels = {span<Isa>, merge, finish};
+
+}  // namespace trivet::avx2
