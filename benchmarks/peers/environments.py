@@ -1,6 +1,6 @@
 """One virtual environment per peer under build/peers, and the demo model in each peer's format.
 
-Everything here is idempotent: a finished environment or file is reused. llama.cpp is compiled (minutes),
+Everything here is idempotent: a finished environment or file is reused. llama.cpp is compiled (minutes)
 with the instruction sets this CPU has but without GGML_NATIVE: on AMX machines version 0.3.36 built
 natively ends in a segmentation fault inside its AMX matrix product.
 """
