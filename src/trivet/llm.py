@@ -292,6 +292,11 @@ class LLM:
         del self._engine, self._arena, self._model
 
     @property
+    def kv(self) -> str:
+        """The KV format."""
+        return self.model.config.kv.value
+
+    @property
     def model(self) -> LoadedModel:
         """The loaded parts: packed weights, runner, tokenizer."""
         self._check_open()
@@ -481,7 +486,7 @@ class LLM:
 
 
 def _token_ids(prompt: object) -> list[int]:
-    ids = list(prompt) if isinstance(prompt, Sequence) else [prompt]
+    ids: list[Any] = list(prompt) if isinstance(prompt, Sequence) else [prompt]
     for item in ids:
         if not isinstance(item, int) or isinstance(item, bool):
             raise RequestError(

@@ -1,0 +1,121 @@
+"""`trivet chat`: talk to a model."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trivet.cli import generate, options
+from trivet.cli.output import Output
+
+if TYPE_CHECKING:
+    from trivet.llm import LLM, GenerationOutput
+    from trivet.request import SamplingParams
+
+
+def chat(
+    model: options.ModelArgument,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
+    max_tokens: generate.MaxTokens = 512,
+    temperature: generate.Temperature = 0.0,
+    top_k: generate.TopK = 0,
+    top_p: generate.TopP = 1.0,
+    min_p: generate.MinP = 0.0,
+    repetition_penalty: generate.RepetitionPenalty = 1.0,
+    seed: generate.Seed = None,
+    weights: options.Weights = None,
+    kv: options.KV = None,
+    draft: options.Draft = None,
+    draft_tokens: options.DraftTokens = None,
+    threads: options.Threads = None,
+    max_model_len: options.MaxModelLen = None,
+    memory_utilization: options.MemoryUtilization = None,
+    kv_bytes: options.KVBytes = None,
+    json: options.Json = False,
+) -> int:
+    """Talk to a model; with input from a pipe, answer it as one message.
+
+    Type /reset to begin again and /exit (or Ctrl-D) to leave.
+    """
+    from trivet.llm import LLM
+    from trivet.request import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+    )
+    name, chosen = options.settings(
+        model,
+        weights=weights,
+        kv=kv,
+        draft=draft,
+        draft_tokens=draft_tokens,
+        threads=threads,
+        max_model_len=max_model_len,
+        memory_utilization=memory_utilization,
+        kv_bytes=kv_bytes,
+    )
+    out = Output(json)
+    is_terminal = sys.stdin.isatty()
+    piped = None if is_terminal else sys.stdin.read().strip()
+    if piped == "":
+        from trivet.errors import ConfigError
+
+        raise ConfigError("standard input", "", "a message")
+    with out.loading() as loading:
+        llm = LLM(name, max_num_seqs=1, progress=loading, **chosen)
+    messages = [{"role": "system", "content": system}] if system else []
+    with llm:
+        if piped is not None:
+            messages.append({"role": "user", "content": piped})
+            answer, output = _answer(llm, messages, params)
+            if output is None:
+                raise typer.Abort
+            messages.append({"role": "assistant", "content": answer})
+            out.result({**generate.output_json(output), "messages": messages})
+            return 0
+        out.note(f"{name}, weights {llm.model.weights_form}, kv {llm.kv}. /exit leaves.")
+        first = list(messages)
+        while (text := _ask()) is not None:
+            if text == "/reset":
+                messages = list(first)
+            elif text:
+                messages.append({"role": "user", "content": text})
+                answer, _ = _answer(llm, messages, params)
+                messages.append({"role": "assistant", "content": answer})
+        out.result({"messages": messages})
+    return 0
+
+
+def _ask() -> str | None:
+    """The next line; None at the end."""
+    try:
+        text = input("> ").strip()
+    except EOFError:
+        print(file=sys.stderr)
+        return None
+    return None if text in ("/exit", "/quit") else text
+
+
+def _answer(
+    llm: LLM, messages: list[dict[str, str]], params: SamplingParams
+) -> tuple[str, GenerationOutput | None]:
+    """Stream the answer to standard output; Ctrl-C ends it early, and then there is no output."""
+    output, shown = None, []
+    try:
+        for delta in llm.stream(llm.chat_prompt(messages), params):
+            shown.append(delta.text)
+            sys.stdout.write(delta.text)
+            sys.stdout.flush()
+            output = delta.output or output
+    except KeyboardInterrupt:
+        output = None
+    sys.stdout.write("\n")
+    return "".join(shown), output

@@ -1,0 +1,120 @@
+"""`trivet evaluate`: perplexity, and the distance from a baseline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trivet.cli import options
+from trivet.cli.output import Output, number
+
+
+def evaluate(
+    model: options.ModelArgument,
+    weights: options.Weights = None,
+    kv: options.KV = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL2", help="Compare with this model.  [default: MODEL]"),
+    ] = None,
+    baseline_weights: Annotated[
+        str | None, typer.Option(metavar="F2", help="Weight format of the baseline: bf16, ...")
+    ] = None,
+    baseline_kv: Annotated[
+        str | None, typer.Option(metavar="K2", help="KV format of the baseline.  [default: bf16]")
+    ] = None,
+    corpus: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Text file; once for each.  [default: pydoc-topics and stdlib-source]",
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(metavar="M", help="Tokens scored of each corpus.")
+    ] = 8192,
+    context: Annotated[int, typer.Option(metavar="N", help="Tokens of one window.")] = 1024,
+    stride: Annotated[int, typer.Option(metavar="N", help="Tokens between windows.")] = 1024,
+    gate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="G",
+            help="fast or full: pass or reject by perplexity; exit 0 only on pass.",
+        ),
+    ] = None,
+    task: Annotated[list[str] | None, typer.Option(metavar="KIND", hidden=True)] = None,
+    tasks: Annotated[Path | None, typer.Option(metavar="DIR", hidden=True)] = None,
+    budget: Annotated[float | None, typer.Option(metavar="SECONDS", hidden=True)] = None,
+    threads: options.Threads = None,
+    json: options.Json = False,
+) -> int:
+    """Measure perplexity, and the distance from a baseline.
+
+    Every token of a corpus is scored once. Windows of --context tokens begin every --stride tokens and
+    each scores what the one before did not.
+    """
+    from trivet.config import KVFormat, ModelConfig
+    from trivet.errors import ConfigError
+    from trivet.evaluate import Verdict, evaluate_model
+
+    unsupported = {"task": task, "tasks": tasks, "budget": budget}
+    for name, value in unsupported.items():
+        if value:
+            raise ConfigError(name, str(value), "nothing: only corpora are measured")
+    name, given = options.settings(model, weights=weights, kv=kv, threads=threads)
+    given["kv"] = KVFormat.parse(given.get("kv", "bf16"))
+    config = ModelConfig(model=name, **given)
+    base_config = None
+    if baseline is not None or baseline_weights is not None or baseline_kv is not None:
+        base_name, base_given = options.settings(
+            baseline or model, weights=baseline_weights, kv=baseline_kv or "bf16", threads=threads
+        )
+        base_given["kv"] = KVFormat.parse(base_given["kv"])
+        base_config = ModelConfig(model=base_name, **base_given)
+    out = Output(json)
+    with out.loading() as loading, out.progress("evaluate", 1.0) as advance:
+        before = 0.0
+
+        def progress(done: int, total: int) -> None:
+            nonlocal before
+            advance(done / total - before)
+            before = done / total
+
+        evaluation = evaluate_model(
+            config,
+            base_config,
+            corpora=corpus,
+            max_tokens=max_tokens,
+            context=context,
+            stride=stride,
+            gate=gate,
+            loading=loading,
+            progress=progress,
+        )
+    report = evaluation.report
+    out.table(
+        f"{evaluation.model}  weights {evaluation.weights}  kv {evaluation.kv}"
+        + (f"  against {evaluation.baseline_weights}" if evaluation.baseline_weights else ""),
+        ("corpus", "perplexity", "baseline", "delta", "mean KL", "top-1", "tokens"),
+        [
+            (
+                quality.corpus,
+                number(quality.perplexity, 5),
+                number(quality.baseline_perplexity, 5),
+                None if quality.delta_ppl is None else f"{quality.delta_ppl:+.3f}",
+                number(quality.mean_kl),
+                None if quality.top1_agreement is None else f"{quality.top1_agreement:.2%}",
+                quality.tokens,
+            )
+            for quality in [*report.corpora, report.overall]
+        ],
+    )
+    verdict = evaluation.gate
+    if verdict is not None:
+        out.note(
+            f"{verdict.verdict.value}: {'; '.join(verdict.reasons)}. Next: {verdict.next_step}."
+        )
+    out.result(evaluation.as_json())
+    return 0 if verdict is None or verdict.verdict is Verdict.PASS else 1
