@@ -12,10 +12,11 @@ step_time.py      the cost model: seconds of a step
 stats.py          counters
 """
 
-from trivet.engine.drafter import DraftAsk, Drafter, StepLoad
+from trivet.engine.drafter import DraftAsk, Drafter
 from trivet.engine.engine import Engine
 from trivet.engine.pages import pages_needed
 from trivet.engine.stats import EngineStats, Histogram, SpeculationStats
+from trivet.engine.step_time import StepLoad, StepTime
 
 __all__ = [
     "DraftAsk",
@@ -25,5 +26,6 @@ __all__ = [
     "Histogram",
     "SpeculationStats",
     "StepLoad",
+    "StepTime",
     "pages_needed",
 ]

@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
+from trivet.engine.step_time import StepLoad
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DraftAsk:
@@ -21,34 +23,6 @@ class DraftAsk:
     request_id: str
     context_len: int
     max_tokens: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StepLoad:
-    """What a step does, as far as its cost goes.
-
-    rows         tokens computed
-    segments     requests with rows
-    context      sum over segments of the tokens attended by its last row (KV that is read)
-    pairs        sum over rows of the tokens each attends
-    logit_rows   rows whose logits are computed
-    """
-
-    rows: int = 0
-    segments: int = 0
-    context: int = 0
-    pairs: int = 0
-    logit_rows: int = 0
-
-    def plus(self, start: int, count: int, logit_rows: int) -> StepLoad:
-        """The load with one more segment: ``count`` rows from absolute position ``start``."""
-        return StepLoad(
-            self.rows + count,
-            self.segments + 1,
-            self.context + start + count,
-            self.pairs + count * start + count * (count + 1) // 2,
-            self.logit_rows + logit_rows,
-        )
 
 
 class Drafter(Protocol):

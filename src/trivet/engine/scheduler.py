@@ -23,11 +23,11 @@ import dataclasses
 from collections.abc import Sequence
 
 from trivet.config import PAGE_TOKENS, EngineConfig
-from trivet.engine.drafter import StepLoad
 from trivet.engine.pages import PagePool, pages_needed
 from trivet.engine.prefix import PrefixCache, extend_keys
 from trivet.engine.request_state import RequestState
 from trivet.engine.step_input import SlotTable
+from trivet.engine.step_time import StepLoad
 from trivet.errors import RequestError
 
 MAX_SCORED_ROWS = 64  # prompt rows of one step whose logits are computed for prompt_logprobs

@@ -2,11 +2,11 @@
 
     seconds = c0 + c1 rows + c2 max(0, rows - KNEE_ROWS) + c3 context + c4 pairs + c5 logit_rows
 
-The constant is the price of streaming the weights once; the knee separates steps bound by memory from
-steps bound by arithmetic; `context` is KV read and `pairs` attention work (see `StepLoad`). Coefficients
-are never negative, so more work never looks cheaper. They are fitted to steps measured on this machine
-by least squares on *relative* errors, with outliers weighted down (Huber), because a disturbed step may
-be many times too long and never too short.
+The constant is the price of streaming the weights once; the knee separates steps bound by memory
+from steps bound by arithmetic; `context` is KV read and `pairs` attention work (see `StepLoad`).
+Coefficients are never negative, so more work never looks cheaper. They are fitted to steps measured on
+this machine by least squares on *relative* errors, with outliers weighted down (Huber), because a
+disturbed step may be many times too long and never too short.
 
 Used by the draft controller, the planner and the simulator. `measure` takes the clock as an argument.
 """
@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trivet.config import PAGE_TOKENS
-from trivet.engine.drafter import StepLoad
 from trivet.engine.pages import pages_needed
 from trivet.errors import ConfigError
 from trivet.native.api import Arena, ModelRunner, SampleInput, StepInput
@@ -31,6 +30,34 @@ from trivet.request import SamplingParams
 KNEE_ROWS = 16
 _HUBER = 1.345  # times the scale of the residuals: 95 % efficient for normal errors
 _MIN_ROUNDS, _MAX_ROUNDS = 2, 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepLoad:
+    """What a step does, as far as its cost goes.
+
+    rows         tokens computed
+    segments     requests with rows
+    context      sum over segments of the tokens attended by its last row (KV that is read)
+    pairs        sum over rows of the tokens each attends
+    logit_rows   rows whose logits are computed
+    """
+
+    rows: int = 0
+    segments: int = 0
+    context: int = 0
+    pairs: int = 0
+    logit_rows: int = 0
+
+    def plus(self, start: int, count: int, logit_rows: int) -> StepLoad:
+        """The load with one more segment: ``count`` rows from absolute position ``start``."""
+        return StepLoad(
+            self.rows + count,
+            self.segments + 1,
+            self.context + start + count,
+            self.pairs + count * start + count * (count + 1) // 2,
+            self.logit_rows + logit_rows,
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -228,7 +255,8 @@ def _synthetic_step(segments: Sequence[_Segment]) -> tuple[StepInput, StepLoad]:
     shared = first.start // PAGE_TOKENS
     own = num_columns - shared
     tables = np.full((len(segments), num_columns), -1, np.int32)
-    rows, logit_rows, load = 0, [], StepLoad()
+    rows, load = 0, StepLoad()
+    logit_rows: list[int] = []
     table = np.empty((len(segments), 4), np.int32)
     for index, segment in enumerate(segments):
         tables[index, :shared] = np.arange(shared)
