@@ -1,0 +1,75 @@
+"""Random weights of every format and the levels this machine can run, for the linear tests."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trivet.config import Scheme, WeightFormat
+from trivet.native import _core
+from trivet.native.reference_linear import to_bf16
+from trivet.native.weights import WeightTensor
+
+LEVELS = [name for name, refusal in _core.isa_levels() if not refusal]
+
+# format name, scale dtype
+FORMATS = [
+    ("bf16", np.float32),
+    ("w8a8", np.float32),
+    *((f"w8a8-g{g}", t) for g in (32, 64, 128) for t in (np.float16, np.float32)),
+    *(
+        (f"w4a8-g{g}{scheme}", t)
+        for g in (32, 64, 128)
+        for scheme in ("", "-zp", "-min")
+        for t in (np.float16, np.float32)
+    ),
+]
+
+
+def case_id(value: object) -> str | None:
+    return getattr(value, "__name__", None)
+
+
+def random_weight(
+    name: str, n: int, k: int, scale_dtype: type = np.float32, seed: int = 0
+) -> WeightTensor:
+    """A weight with codes over the whole range and scales and minima of mixed magnitude."""
+    rng = np.random.default_rng([seed, n, k])
+    format = WeightFormat.parse(name)
+    if format.bits == 16:
+        return WeightTensor(format, to_bf16(rng.standard_normal((n, k)).astype(np.float32)))
+    groups = 1 if format.group_size is None else -(-k // format.group_size)
+    scales = (rng.uniform(0.5, 2.0, (n, groups)) * 2.0 ** rng.integers(-9, -5, (n, groups))).astype(
+        scale_dtype
+    )
+    if format.bits == 8:
+        codes = rng.integers(-127, 128, (n, k), dtype=np.int8)
+        return WeightTensor(format, codes, scales)
+    codes4 = rng.integers(0, 16, (n, k), dtype=np.uint8)
+    minima = zeros = None
+    if format.scheme is Scheme.MIN:
+        minima = (-8.0 * scales * rng.uniform(0.5, 1.5, scales.shape)).astype(scale_dtype)
+    if format.scheme is Scheme.ZP:
+        zeros = rng.integers(0, 16, scales.shape, dtype=np.uint8)
+    return WeightTensor(format, codes4, scales, minima, zeros)
+
+
+def extreme_weight(name: str, n: int, k: int) -> WeightTensor:
+    """Every code at the end of its range, so that accumulators meet their bounds."""
+    weight = random_weight(name, n, k)
+    if weight.format.bits == 16:
+        return weight
+    low, high = (-127, 127) if weight.format.bits == 8 else (0, 15)
+    codes = np.full((n, k), high, weight.codes.dtype)
+    codes[1::2] = low
+    return WeightTensor(weight.format, codes, weight.scales, weight.minima, weight.zeros)
+
+
+def random_rows(rows: int, k: int, seed: int = 1) -> NDArray[np.float32]:
+    """Activations with a few outlier columns and one row of zeros where there are several."""
+    rng = np.random.default_rng([seed, rows, k])
+    x = rng.standard_normal((rows, k)).astype(np.float32)
+    x[:, :: max(1, k // 5)] *= 30.0
+    if rows > 4:
+        x[rows // 2] = 0.0
+    return x
