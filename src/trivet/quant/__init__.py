@@ -1,0 +1,1 @@
+"""Quantization: weights into the formats of the kernels, and whole models into packed caches."""

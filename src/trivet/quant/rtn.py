@@ -1,0 +1,345 @@
+"""Round to nearest: from a tensor as stored to any weight format, without calibration data.
+
+A format the source already has is kept bit for bit; symmetric grids widen to 8 bits exactly; all else
+goes through float32. Memory stays bounded: a tensor is worked on in runs of rows. The 4-bit formats
+try a few scales per group and keep the one with the smallest squared error, which costs little and
+is better than the range alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trivet.checkpoint import SourceTensor
+from trivet.config import Scheme, WeightFormat
+from trivet.errors import QuantError
+from trivet.native.weights import WeightTensor, dequantize, hadamard_width, rotate
+
+Float32 = NDArray[np.float32]
+
+BF16 = WeightFormat(16)
+_CHUNK_VALUES = 1 << 20  # values worked on at once
+_F16_MAX = 65504.0
+_SYM_STEPS = (-8.0, -8.6, -9.4, -7.4, 7.0)  # scale = (value of largest magnitude) / step
+_RANGE_SHARES = (1.0, 0.94, 0.88, 0.81)  # zp and min: share of the range that the codes span
+
+
+@dataclasses.dataclass(frozen=True)
+class Converted:
+    """A weight in its new format. ``rel_error``: Frobenius norm of the change over the source's."""
+
+    weight: WeightTensor
+    rel_error: float = 0.0
+    note: str = ""
+
+
+@dataclasses.dataclass
+class _Grid:
+    """One run of rows, quantized: codes [n, G, g], scale and so on [n, G], values for the error."""
+
+    codes: NDArray[np.int64] | Float32
+    scales: Float32
+    minima: Float32 | None = None
+    zeros: Float32 | None = None
+
+    def values(self, offset: float) -> Float32:
+        shift = self.zeros[:, :, None] if self.zeros is not None else np.float32(offset)
+        values = self.scales[:, :, None] * (self.codes - shift)
+        if self.minima is not None:
+            values = values + self.minima[:, :, None]
+        result: Float32 = values.astype(np.float32)
+        return result
+
+
+def source_type(source: SourceTensor) -> str:
+    """How reports name a source: its file type."""
+    if isinstance(source, WeightTensor):
+        return source.source
+    return "F16" if source.dtype == np.float16 else "F32"
+
+
+def own_format(source: SourceTensor) -> WeightFormat:
+    """The format that holds a source best: its own grid, or bf16 for floats."""
+    return source.format if isinstance(source, WeightTensor) else BF16
+
+
+def float_rows(source: SourceTensor, begin: int, end: int) -> Float32:
+    """Rows [begin, end) of a source, float32."""
+    if not isinstance(source, WeightTensor):
+        return source[begin:end].astype(np.float32)
+    part = _rows(source, begin, end)
+    if part.scales is None or part.scales.dtype != np.float16 or part.zeros is not None:
+        return dequantize(part)
+    # fp16 scale times code is exact in float32, so adding a minimum rounds once, like dequantize.
+    rows, k = part.shape
+    if k % part.num_groups:
+        return dequantize(part)
+    values = part.codes.astype(np.float32).reshape(rows, part.num_groups, -1)
+    if part.format.bits == 4 and part.format.scheme is Scheme.SYM:
+        values -= np.float32(8)
+    values *= part.scales.astype(np.float32)[:, :, None]
+    if part.minima is not None:
+        values += part.minima.astype(np.float32)[:, :, None]
+    return values.reshape(rows, k)
+
+
+def _rows(weight: WeightTensor, begin: int, end: int) -> WeightTensor:
+    def cut(part: Any) -> Any:
+        return None if part is None else part[begin:end]
+
+    return dataclasses.replace(
+        weight,
+        codes=cut(weight.codes),
+        scales=cut(weight.scales),
+        minima=cut(weight.minima),
+        zeros=cut(weight.zeros),
+    )
+
+
+def convert(source: SourceTensor, target: WeightFormat) -> Converted:
+    """Bring a tensor [N, K] into a format.
+
+    Exact where the format can hold the source, and said so in ``weight.exact``. Raises QuantError
+    when a value is too large for the format.
+    """
+    if isinstance(source, WeightTensor):
+        if source.format == target:
+            return _without_extreme_codes(source)
+        widened = _widened(source, target)
+        if widened is not None:
+            return widened
+    return _rounded(source, target)
+
+
+def _widened(source: WeightTensor, target: WeightFormat) -> Converted | None:
+    """A symmetric 4-bit grid as 8 bits with the same groups; None when that is not asked for."""
+    same_groups = source.format.group_size == target.group_size is not None
+    if not (same_groups and source.format.bits == 4 and target.bits == 8):
+        return None
+    if source.format.scheme is Scheme.MIN:
+        return None
+    offset = np.int8(8)
+    codes = source.codes.astype(np.int8)
+    if source.zeros is not None:
+        group = target.group_size
+        assert group is not None
+        zeros = np.repeat(source.zeros.astype(np.int8), group, axis=1)[:, : codes.shape[1]]
+        codes = codes - zeros
+    else:
+        codes = codes - offset
+    weight = WeightTensor(target, codes, source.scales, exact=source.exact, source=source.source)
+    return Converted(weight, note="widened to 8 bits")
+
+
+def _without_extreme_codes(source: WeightTensor) -> Converted:
+    """The contract has codes -127..127: groups holding -128 are scaled to 127 and rounded."""
+    if source.format.bits != 8 or not (source.codes == -128).any():
+        return Converted(source)
+    assert source.scales is not None
+    rows, k = source.shape
+    group = source.format.group_size or k
+    padded = np.zeros((rows, source.num_groups * group), np.int8)
+    padded[:, :k] = source.codes
+    blocks = padded.reshape(rows, -1, group)
+    bad = (blocks == -128).any(axis=2)
+    scales = np.where(bad, source.scales.astype(np.float32) * np.float32(128 / 127), source.scales)
+    if not (np.abs(scales) <= _F16_MAX).all():
+        raise QuantError("a scale beside the code -128 is too large")
+    scales = scales.astype(source.scales.dtype)
+    wide = np.rint(blocks[bad].astype(np.float32) * np.float32(127 / 128))
+    blocks[bad] = wide.clip(-127, 127).astype(np.int8)
+    codes = np.ascontiguousarray(padded[:, :k])
+    weight = dataclasses.replace(source, codes=codes, scales=scales, exact=False)
+    note = f"{int(bad.sum())} groups held the code -128 and were rounded to 127"
+    return Converted(weight, _relative_error(source, weight), note)
+
+
+def _row_runs(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+    step = max(1, _CHUNK_VALUES // max(columns, 1))
+    for begin in range(0, rows, step):
+        yield begin, min(begin + step, rows)
+
+
+def _relative_error(source: SourceTensor, weight: WeightTensor) -> float:
+    error = norm = 0.0
+    for begin, end in _row_runs(*weight.shape):
+        want = float_rows(source, begin, end).astype(np.float64)
+        error += float(((float_rows(weight, begin, end) - want) ** 2).sum())
+        norm += float((want**2).sum())
+    return float(np.sqrt(error / norm)) if norm else 0.0
+
+
+def _rounded(source: SourceTensor, target: WeightFormat) -> Converted:
+    kind = source_type(source)
+    if target.bits == 16:
+        return _to_bf16(source, kind)
+    if target.group_size is None:
+        return _to_int8_rows(source, target, kind)
+    return _to_groups(source, target, kind)
+
+
+def _to_bf16(source: SourceTensor, kind: str) -> Converted:
+    rows, k = source.shape
+    codes = np.empty((rows, k), np.uint16)
+    error = norm = 0.0
+    for begin, end in _row_runs(rows, k):
+        values = float_rows(source, begin, end)
+        bits = values.view(np.uint32)
+        rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
+        rounded[(bits & 0x7F800000) == 0] &= 0x8000  # subnormal numbers count as zero
+        codes[begin:end] = rounded
+        kept = (rounded << 16).view(np.float32)
+        if not np.isfinite(kept).all():
+            raise QuantError("a value is too large for bf16")
+        wide = values.astype(np.float64)
+        error += float(((kept - wide) ** 2).sum())
+        norm += float((wide**2).sum())
+    weight = WeightTensor(BF16, codes, exact=error == 0.0, source=kind)
+    return Converted(weight, float(np.sqrt(error / norm)) if norm else 0.0)
+
+
+def _to_int8_rows(source: SourceTensor, target: WeightFormat, kind: str) -> Converted:
+    rows, k = source.shape
+    codes = np.empty((rows, k), np.int8)
+    scales = np.empty((rows, 1), np.float32)
+    width = hadamard_width(k)
+    rotation = rotate(np.eye(width))  # one product per run is faster than butterflies
+    error = norm = 0.0
+    for begin, end in _row_runs(rows, k):
+        blocks = float_rows(source, begin, end).astype(np.float64).reshape(-1, width)
+        values = (blocks @ rotation).reshape(end - begin, k)
+        scale = (np.abs(values).max(axis=1, keepdims=True) / 127).astype(np.float32)
+        code = np.rint(values / np.where(scale == 0, 1, scale)).clip(-127, 127)
+        codes[begin:end], scales[begin:end] = code, scale
+        error += float(((code * scale - values) ** 2).sum())  # a rotation keeps the norm
+        norm += float((values**2).sum())
+    if not np.isfinite(scales).all():
+        raise QuantError("a value is too large for int8 rows")
+    weight = WeightTensor(target, codes, scales, exact=error == 0.0, source=kind)
+    return Converted(weight, float(np.sqrt(error / norm)) if norm else 0.0)
+
+
+def _to_groups(source: SourceTensor, target: WeightFormat, kind: str) -> Converted:
+    """Codes and scales per group; scales in fp16 unless one is too large for it."""
+    with np.errstate(over="ignore"):
+        converted = _grouped(source, target, kind, np.float16)
+    if converted is None:
+        converted = _grouped(source, target, kind, np.float32)
+    if converted is None:
+        raise QuantError(f"a value is too large for {target.name}")
+    return converted
+
+
+def _grouped(
+    source: SourceTensor, target: WeightFormat, kind: str, dtype: type[np.float16 | np.float32]
+) -> Converted | None:
+    """None when a scale overflows the scale type."""
+    rows, k = source.shape
+    group = target.group_size
+    assert group is not None
+    num_groups = -(-k // group)
+    bits8 = target.bits == 8
+    codes: NDArray[Any] = np.empty((rows, k), np.int8 if bits8 else np.uint8)
+    scales = np.empty((rows, num_groups), dtype)
+    minima = np.empty_like(scales) if target.scheme is Scheme.MIN else None
+    zeros = np.empty(scales.shape, np.uint8) if target.scheme is Scheme.ZP else None
+    solve = _solver(target, lambda x: x.astype(dtype).astype(np.float32))
+    error = norm = 0.0
+    for begin, end in _row_runs(rows, k):
+        values = float_rows(source, begin, end)
+        padded = np.pad(values, ((0, 0), (0, num_groups * group - k)), mode="edge")
+        blocks = padded.reshape(end - begin, num_groups, group)
+        grid = solve(blocks)
+        if not np.isfinite(grid.scales).all():
+            return None
+        if grid.minima is not None and not np.isfinite(grid.minima).all():
+            return None
+        flat = grid.codes.reshape(end - begin, -1)[:, :k]
+        codes[begin:end], scales[begin:end] = flat, grid.scales
+        if minima is not None:
+            minima[begin:end] = grid.minima
+        if zeros is not None and grid.zeros is not None:
+            zeros[begin:end] = grid.zeros
+        kept = grid.values(0.0 if bits8 or minima is not None else 8.0)
+        wide = values.astype(np.float64)
+        error += float(((kept.reshape(end - begin, -1)[:, :k] - wide) ** 2).sum())
+        norm += float((wide**2).sum())
+    weight = WeightTensor(target, codes, scales, minima, zeros, exact=error == 0.0, source=kind)
+    return Converted(weight, float(np.sqrt(error / norm)) if norm else 0.0)
+
+
+def _solver(
+    target: WeightFormat, store: Callable[[Float32], Float32]
+) -> Callable[[Float32], _Grid]:
+    """The function that finds codes and scales of blocks [n, G, g]. store: rounding of scales."""
+
+    def inverse(scales: Float32) -> Float32:
+        return np.where(scales == 0, 0, 1 / np.where(scales == 0, 1, scales)).astype(np.float32)
+
+    def int8(blocks: Float32) -> _Grid:
+        scales = store(np.abs(blocks).max(axis=2) / np.float32(127))
+        codes = np.rint(blocks * inverse(scales)[:, :, None]).clip(-127, 127)
+        return _Grid(codes, scales)
+
+    def sym(blocks: Float32) -> _Grid:
+        place = np.abs(blocks).argmax(axis=2)
+        largest = np.take_along_axis(blocks, place[:, :, None], axis=2)[:, :, 0]
+
+        def grid(scales: Float32) -> _Grid:
+            codes = np.rint(blocks * inverse(scales)[:, :, None])
+            codes += np.float32(8)
+            return _Grid(codes.clip(0, 15, out=codes), scales)
+
+        return _best(blocks, 8.0, (grid(store(largest / np.float32(s))) for s in _SYM_STEPS))
+
+    def zero_point(blocks: Float32) -> _Grid:
+        low = np.minimum(blocks.min(axis=2), 0)
+        high = np.maximum(blocks.max(axis=2), 0)
+
+        def grid(share: float) -> _Grid:
+            scales = store((high - low) * np.float32(share / 15))
+            inv = inverse(scales)
+            zeros = np.rint(-low * np.float32(share) * inv).clip(0, 15)
+            codes = np.rint(blocks * inv[:, :, None]) + zeros[:, :, None]
+            return _Grid(codes.clip(0, 15, out=codes), scales, zeros=zeros)
+
+        return _best(blocks, 0.0, (grid(share) for share in _RANGE_SHARES))
+
+    def minimum(blocks: Float32) -> _Grid:
+        low, high = blocks.min(axis=2), blocks.max(axis=2)
+
+        def grid(share: float) -> _Grid:
+            cut = (high - low) * np.float32((1 - share) / 2)
+            scales = store((high - low) * np.float32(share / 15))
+            minima = store(low + cut)
+            codes = np.rint((blocks - minima[:, :, None]) * inverse(scales)[:, :, None])
+            return _Grid(codes.clip(0, 15, out=codes), scales, minima)
+
+        return _best(blocks, 0.0, (grid(share) for share in _RANGE_SHARES))
+
+    if target.bits == 8:
+        return int8
+    return {Scheme.SYM: sym, Scheme.ZP: zero_point, Scheme.MIN: minimum}[target.scheme]
+
+
+def _best(blocks: Float32, offset: float, grids: Iterator[_Grid]) -> _Grid:
+    """Per group, the candidate with the smallest squared error; the first wins a tie."""
+    best = next(grids)
+    best_error = ((best.values(offset) - blocks) ** 2).sum(axis=2)
+    for grid in grids:
+        with np.errstate(invalid="ignore", over="ignore"):
+            error = ((grid.values(offset) - blocks) ** 2).sum(axis=2)
+        better = error < best_error
+        best_error = np.where(better, error, best_error)
+        best.codes[better] = grid.codes[better]
+        best.scales = np.where(better, grid.scales, best.scales)
+        if best.minima is not None and grid.minima is not None:
+            best.minima = np.where(better, grid.minima, best.minima)
+        if best.zeros is not None and grid.zeros is not None:
+            best.zeros = np.where(better, grid.zeros, best.zeros)
+    return best
