@@ -20,8 +20,8 @@ struct Kernels {
     const ActivationKernels* activation;
 };
 
-// `level` must be usable here (level_refusal(level) is empty). An operation without code of its own at
-// a level uses the level below: AMX has its own linear and attention kernels only.
+// `level` must be usable here (level_refusal(level) is empty). An operation without code of its own
+// at a level uses the level below: AMX has its own linear and attention kernels only.
 Kernels kernels_for(Level level);
 
 }  // namespace trivet

@@ -1,0 +1,626 @@
+#include "core/model.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "core/fp_state.h"
+#include "kernels/embedding/embedding.h"
+
+namespace trivet {
+namespace {
+
+constexpr int32_t kBlock = 16;  // output channels of a block of packed weights
+
+int32_t round_up(int32_t value, int32_t multiple) {
+    return (value + multiple - 1) / multiple * multiple;
+}
+
+void require(bool holds, const std::string& what) {
+    if (!holds) throw std::invalid_argument(what);
+}
+
+uint64_t now_ns() {
+    return static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
+}
+
+}  // namespace
+
+const char* op_class_name(OpClass op) {
+    static constexpr const char* kNames[kNumOpClasses] = {
+        "embedding", "prepare",        "linear_qkv",  "attention",
+        "linear_o",  "linear_gate_up", "linear_down", "head"};
+    return kNames[static_cast<int>(op)];
+}
+
+Model::Model(ModelWeights weights, Level level, int num_threads)
+    : weights_(std::move(weights)), kernels_(kernels_for(level)), pool_(num_threads) {
+    const ModelWeights& w = weights_;
+    require(w.hidden > 0 && w.ffn > 0 && w.vocab > 0 && w.max_positions > 0,
+            "model: sizes must be positive");
+    require(w.num_heads > 0 && w.num_kv_heads > 0 && w.num_heads % w.num_kv_heads == 0,
+            "model: num_heads must be a multiple of num_kv_heads");
+    require(w.head_dim >= 2 && w.head_dim % 2 == 0, "model: head_dim must be even");
+    require(w.embedding.n == w.vocab && w.embedding.k == w.hidden,
+            "model: the embedding is not [vocab, hidden]");
+    require(w.embedding.kind != WeightKind::kInt8Row,
+            "model: the embedding cannot be whole-row int8, whose columns are rotated");
+    q_width_ = w.num_heads * w.head_dim;
+    qkv_width_ = q_width_ + 2 * w.num_kv_heads * w.head_dim;
+    sm_scale_ = static_cast<float>(1.0 / std::sqrt(static_cast<double>(w.head_dim)));
+    for (int32_t layer = 0; layer < num_layers(); ++layer) {
+        const LayerWeights& l = w.layers[layer];
+        auto linear = [&](int32_t index) { ops_.push_back({OpKind::kLinear, layer, index}); };
+        linear(add_linear(OpClass::kQkv, Point::kAttnIn, Source::kNorm, l.attn_norm, w.hidden,
+                          qkv_width_, l.qkv, false));
+        ops_.push_back({OpKind::kAttention, layer, 0});
+        ops_.push_back({OpKind::kLayerDone, layer, 0});
+        linear(add_linear(OpClass::kO, Point::kOIn, Source::kAttention, nullptr, q_width_, w.hidden,
+                          l.o, true));
+        linear(add_linear(OpClass::kGateUp, Point::kFfnIn, Source::kNorm, l.ffn_norm, w.hidden,
+                          2 * w.ffn, l.gate_up, false));
+        linear(add_linear(OpClass::kDown, Point::kDownIn, Source::kGate, nullptr, w.ffn, w.hidden,
+                          l.down, true));
+    }
+    head_ = add_linear(OpClass::kHead, Point::kFinal, Source::kNorm, w.final_norm, w.hidden,
+                       w.vocab, {w.head}, false);
+
+    const int32_t group = w.num_heads / w.num_kv_heads;
+    const int32_t tile = std::max(group, kTileVectors);
+    scratch_.resize(static_cast<size_t>(num_threads));
+    for (Scratch& scratch : scratch_) {
+        scratch.row.reserve(max_width_);
+        scratch.rotated.reserve(round_up(max_width_, 64));
+        reserve_prepared(scratch.prepared, kSharedRows);
+        scratch.q.reserve(int64_t{tile} * w.head_dim);
+        scratch.head.reserve(round_up(w.head_dim, 64));
+        scratch.codes.reserve(int64_t{2} * round_up(w.head_dim, 64) * 2);
+        scratch.span.reserve(span_scratch_floats(tile, w.head_dim));
+        scratch.partial.reserve(int64_t{2} * tile * (w.head_dim + 2));
+    }
+}
+
+int32_t Model::add_linear(OpClass op_class, Point point, Source source, const float* gain,
+                          int32_t width, int32_t out_width, const std::vector<LinearPart>& parts,
+                          bool accumulate) {
+    LinearOp op{op_class, point, source, gain, width, {}, {}, 0, accumulate};
+    int32_t column = 0;
+    for (const LinearPart& part : parts) {
+        const LinearWeight& w = part.weight;
+        require(w.k == width, std::string("model: a weight of ") + op_class_name(op_class) +
+                                  " has input width " + std::to_string(w.k) + ", not " +
+                                  std::to_string(width));
+        const bool is_bf16 = w.kind == WeightKind::kBf16;
+        const Form form = {w.kind == WeightKind::kInt4Group ? WeightKind::kInt8Group : w.kind,
+                           is_bf16 ? 0 : w.group, part.hadamard, w.k_padded,
+                           is_bf16 ? 0 : w.num_groups};
+        auto found = std::find(op.forms.begin(), op.forms.end(), form);
+        if (found == op.forms.end()) found = op.forms.insert(op.forms.end(), form);
+        op.parts.push_back({w, select(*kernels_.linear, w.kind),
+                            static_cast<int32_t>(found - op.forms.begin()), column, op.num_blocks});
+        column += w.n;
+        op.num_blocks += w.n_padded / kBlock;
+        max_code_bytes_ = std::max(max_code_bytes_, int64_t{w.k_padded} * (is_bf16 ? 2 : 1));
+        max_groups_ = std::max(max_groups_, int64_t{form.num_groups});
+    }
+    require(column == out_width, std::string("model: the weights of ") + op_class_name(op_class) +
+                                     " have " + std::to_string(column) + " outputs, not " +
+                                     std::to_string(out_width));
+    max_forms_ = std::max(max_forms_, static_cast<int32_t>(op.forms.size()));
+    max_width_ = std::max(max_width_, width);
+    linears_.push_back(std::move(op));
+    return static_cast<int32_t>(linears_.size()) - 1;
+}
+
+int32_t Model::point_width(Point point) const {
+    switch (point) {
+        case Point::kOIn:
+            return q_width_;
+        case Point::kDownIn:
+            return weights_.ffn;
+        default:
+            return weights_.hidden;
+    }
+}
+
+void Model::reset_times() {
+    times_ns_ = {};
+    wait_base_ns_ = pool_.wait_ns();
+}
+
+void Model::check(const Step& step, const Arena& arena) const {
+    const ModelWeights& w = weights_;
+    const ArenaGeometry& g = arena.geometry();
+    require(g.num_layers == num_layers() && g.num_kv_heads == w.num_kv_heads &&
+                g.head_dim == w.head_dim && g.kind == w.kv,
+            "step: the arena was made for another model or KV format");
+    require(step.layer_begin >= 0 && step.layer_begin <= step.layer_end &&
+                step.layer_end <= num_layers(),
+            "step: layers must lie in [0, " + std::to_string(num_layers()) + ")");
+    require(step.layer_begin == 0 || step.hidden != nullptr,
+            "step: a range that starts after layer 0 needs hidden states");
+    if (step.hidden == nullptr) {
+        for (int32_t row = 0; row < step.num_rows; ++row) {
+            require(step.tokens[row] >= 0 && step.tokens[row] < w.vocab,
+                    "step: token " + std::to_string(step.tokens[row]) + " in row " +
+                        std::to_string(row) + " is outside the vocabulary of " +
+                        std::to_string(w.vocab));
+        }
+    }
+    int32_t next_row = 0;
+    for (int32_t s = 0; s < step.num_segments; ++s) {
+        const int32_t* segment = step.segments + 4 * static_cast<int64_t>(s);
+        const std::string name = "step: segment " + std::to_string(s);
+        require(segment[0] == next_row && segment[1] >= 1 && segment[1] <= step.num_rows - next_row,
+                name + " does not follow the rows before it");
+        next_row += segment[1];
+        require(segment[2] >= 0 && segment[2] <= w.max_positions - segment[1],
+                name + " passes position " + std::to_string(w.max_positions));
+        require(segment[3] >= 0 && segment[3] < step.num_tables,
+                name + " names page table " + std::to_string(segment[3]));
+        const int32_t pages = (segment[2] + segment[1] + kPageTokens - 1) / kPageTokens;
+        require(pages <= step.table_pages, name + " needs a longer page table");
+        const int32_t* table =
+            step.page_tables + static_cast<int64_t>(segment[3]) * step.table_pages;
+        for (int32_t p = 0; p < pages; ++p) {
+            require(
+                table[p] >= 0 && table[p] < g.num_pages,
+                name + " has page " + std::to_string(table[p]) + " at index " + std::to_string(p));
+        }
+    }
+    require(next_row == step.num_rows, "step: the segments do not cover all rows");
+    for (int32_t i = 0; i < step.num_logits; ++i) {
+        require(step.logit_rows[i] >= 0 && step.logit_rows[i] < step.num_rows &&
+                    (i == 0 || step.logit_rows[i] > step.logit_rows[i - 1]),
+                "step: logit rows must be rows of the step, ascending");
+    }
+}
+
+void Model::reserve_prepared(Prepared& prepared, int32_t num_rows) {
+    const auto forms = static_cast<size_t>(max_forms_);
+    prepared.codes.resize(forms);
+    prepared.scales.resize(forms);
+    prepared.sums.resize(forms);
+    for (size_t i = 0; i < forms; ++i) {
+        prepared.codes[i].reserve(num_rows * max_code_bytes_);
+        prepared.scales[i].reserve(std::max<int64_t>(1, num_rows * max_groups_));
+        prepared.sums[i].reserve(std::max<int64_t>(1, num_rows * max_groups_));
+    }
+}
+
+void Model::reserve(const Step& step) {
+    if (step.num_rows > row_capacity_) {
+        const int64_t rows = step.num_rows;
+        hidden_.reserve(rows * weights_.hidden);
+        qkv_.reserve(rows * qkv_width_);
+        q_.reserve(rows * q_width_);
+        attention_.reserve(rows * q_width_);
+        gate_up_.reserve(rows * 2 * weights_.ffn);
+        reserve_prepared(prepared_, step.num_rows);
+        row_capacity_ = step.num_rows;
+    }
+    logits_.reserve(int64_t{step.num_logits} * weights_.vocab);
+}
+
+void Model::plan_attention(const Step& step) {
+    const int32_t kv_heads = weights_.num_kv_heads, group = weights_.num_heads / kv_heads;
+    const int32_t tile_rows = std::max(1, kTileVectors / group);
+    const int32_t threads = pool_.num_threads();
+    tiles_.clear();
+    items_.clear();
+    fused_ = true;
+    bool single_rows = true;
+    int64_t num_spans = 0;
+    for (int32_t s = 0; s < step.num_segments; ++s) {
+        const int32_t* segment = step.segments + 4 * static_cast<int64_t>(s);
+        fused_ = fused_ && segment[1] <= tile_rows;
+        single_rows = single_rows && segment[1] == 1;
+        for (int32_t first = 0; first < segment[1]; first += tile_rows) {
+            const int32_t rows = std::min(tile_rows, segment[1] - first);
+            const int32_t position = segment[2] + first;
+            const int32_t spans = (position + rows + kSpanTokens - 1) / kSpanTokens;
+            for (int32_t head = 0; head < kv_heads; ++head) {
+                tiles_.push_back(
+                    {segment[0] + first, rows, position, segment[3], head, spans, 0, 1});
+                num_spans += spans;
+            }
+        }
+    }
+    const int64_t num_tiles = static_cast<int64_t>(tiles_.size());
+    const bool split = threads > 1 && num_tiles < 2 * threads && num_spans > num_tiles;
+    if (split) {
+        fused_ = fused_ && single_rows;
+        const int64_t per_item = std::max<int64_t>(1, num_spans / (6 * int64_t{threads}));
+        int64_t partials = 0;
+        for (Tile& tile : tiles_) {
+            tile.partials = partials;
+            partials += tile.num_spans;
+            tile.num_items = static_cast<int32_t>((tile.num_spans + per_item - 1) / per_item);
+        }
+        const int64_t vectors = int64_t{tile_rows} * group;
+        partials_.reserve(partials * vectors * (weights_.head_dim + 2));
+        if (tiles_.size() > tile_items_capacity_) {
+            tile_items_capacity_ = tiles_.size();
+            tile_items_ = std::make_unique<std::atomic<int32_t>[]>(tile_items_capacity_);
+        }
+    }
+    // The last tiles of a prefill see the most keys: they start first.
+    for (int32_t t = static_cast<int32_t>(num_tiles) - 1; t >= 0; --t) {
+        const Tile& tile = tiles_[static_cast<size_t>(t)];
+        const int32_t per_item = (tile.num_spans + tile.num_items - 1) / tile.num_items;
+        int32_t num_items = 0;
+        for (int32_t span = 0; span < tile.num_spans; span += per_item) {
+            items_.push_back({t, span, std::min(span + per_item, tile.num_spans)});
+            ++num_items;
+        }
+        tiles_[static_cast<size_t>(t)].num_items = num_items;
+    }
+}
+
+void Model::forward(const Step& step, Arena& arena, const std::vector<Tap>& taps) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const FpState fp_state;
+    check(step, arena);
+    const bool with_head = step.layer_end == num_layers();
+    num_logits_ = 0;
+    reserve(step);
+    plan_attention(step);
+    ++forward_count_;
+    arena.set_progress(forward_count_ << 32 | static_cast<uint64_t>(step.layer_begin));
+    if (step.num_rows > 0) {
+        const uint64_t start = now_ns();
+        if (step.hidden != nullptr) {
+            std::memcpy(hidden_.data(), step.hidden,
+                        sizeof(float) * static_cast<size_t>(step.num_rows) * weights_.hidden);
+        } else {
+            embed(step);
+        }
+        times_ns_[static_cast<int>(OpClass::kEmbed)] += now_ns() - start;
+        for (const Op& op : ops_) {
+            if (op.layer < step.layer_begin || op.layer >= step.layer_end) continue;
+            if (op.kind == OpKind::kAttention) {
+                run_attention(step, arena, op.layer);
+                continue;
+            }
+            if (op.kind == OpKind::kLayerDone) {
+                arena.set_progress(forward_count_ << 32 | static_cast<uint64_t>(op.layer + 1));
+                continue;
+            }
+            const LinearOp& linear = linears_[static_cast<size_t>(op.linear)];
+            float* out = linear.accumulate                  ? hidden_.data()
+                         : linear.op_class == OpClass::kQkv ? qkv_.data()
+                                                            : gate_up_.data();
+            const int64_t stride = linear.accumulate                  ? weights_.hidden
+                                   : linear.op_class == OpClass::kQkv ? qkv_width_
+                                                                      : 2 * weights_.ffn;
+            run_linear(linear, op.layer, step.num_rows, nullptr, out, stride, taps);
+        }
+    }
+    if (with_head) {
+        run_linear(linears_[static_cast<size_t>(head_)], 0, step.num_logits, step.logit_rows,
+                   logits_.data(), weights_.vocab, taps);
+        num_logits_ = step.num_logits;
+    } else if (step.hidden_out != nullptr && step.num_rows > 0) {
+        std::memcpy(step.hidden_out, hidden_.data(),
+                    sizeof(float) * static_cast<size_t>(step.num_rows) * weights_.hidden);
+    }
+}
+
+void Model::embed(const Step& step) {
+    const int32_t chunk = 8, num_chunks = (step.num_rows + chunk - 1) / chunk;
+    pool_.parallel_for(num_chunks, [&](int32_t item, int) {
+        const int32_t end = std::min(step.num_rows, (item + 1) * chunk);
+        for (int32_t row = item * chunk; row < end; ++row) {
+            lookup_row(weights_.embedding, step.tokens[row],
+                       hidden_.data() + static_cast<int64_t>(row) * weights_.hidden);
+        }
+    });
+}
+
+void Model::prepare_row(const LinearOp& op, int32_t source_row, int32_t row, Scratch& scratch,
+                        Prepared& prepared, float* tap_row) {
+    const float* x = scratch.row.data();
+    if (op.source == Source::kNorm) {
+        kernels_.norm->rms_norm(hidden_.data() + static_cast<int64_t>(source_row) * weights_.hidden,
+                                op.gain, op.width, weights_.norm_eps, scratch.row.data());
+    } else if (op.source == Source::kGate) {
+        const float* gate = gate_up_.data() + static_cast<int64_t>(source_row) * 2 * weights_.ffn;
+        kernels_.activation->silu_mul(gate, gate + weights_.ffn, op.width, scratch.row.data());
+    } else {
+        std::memcpy(scratch.row.data(),
+                    attention_.data() + static_cast<int64_t>(source_row) * q_width_,
+                    sizeof(float) * static_cast<size_t>(op.width));
+    }
+    if (tap_row != nullptr) std::memcpy(tap_row, x, sizeof(float) * static_cast<size_t>(op.width));
+    for (size_t i = 0; i < op.forms.size(); ++i) {
+        const Form& form = op.forms[i];
+        uint8_t* codes = prepared.codes[i].data();
+        const int64_t offset = static_cast<int64_t>(row) * form.k_padded;
+        if (form.kind == WeightKind::kBf16) {
+            kernels_.quantize->to_bf16(x, op.width, form.k_padded,
+                                       reinterpret_cast<uint16_t*>(codes) + offset);
+            continue;
+        }
+        int8_t* out = reinterpret_cast<int8_t*>(codes) + offset;
+        float* scales = prepared.scales[i].data() + static_cast<int64_t>(row) * form.num_groups;
+        int32_t* sums = prepared.sums[i].data() + static_cast<int64_t>(row) * form.num_groups;
+        if (form.kind == WeightKind::kInt8Row) {
+            kernels_.quantize->to_int8_row(x, op.width, form.k_padded, form.hadamard,
+                                           scratch.rotated.data(), out, scales, sums);
+        } else {
+            kernels_.quantize->to_int8_group(x, op.width, form.k_padded, form.group, out, scales,
+                                             sums);
+        }
+    }
+}
+
+Activations Model::activations(const Prepared& prepared, const Form& form, int32_t index,
+                               int32_t num_rows) const {
+    const auto i = static_cast<size_t>(index);
+    const uint8_t* codes = prepared.codes[i].data();
+    return {num_rows,
+            form.k_padded,
+            form.num_groups,
+            reinterpret_cast<const uint16_t*>(codes),
+            reinterpret_cast<const int8_t*>(codes),
+            prepared.scales[i].data(),
+            prepared.sums[i].data()};
+}
+
+void Model::run_linear(const LinearOp& op, int32_t layer, int32_t num_rows, const int32_t* rows,
+                       float* out, int64_t out_stride, const std::vector<Tap>& taps) {
+    if (num_rows == 0) return;
+    const uint64_t start = now_ns();
+    const int32_t threads = pool_.num_threads();
+    std::vector<const Tap*> sinks;
+    for (const Tap& tap : taps) {
+        if (tap.point == op.point && (tap.point == Point::kFinal || tap.layer == layer)) {
+            sinks.push_back(&tap);
+        }
+    }
+    auto source_row = [rows](int32_t row) { return rows == nullptr ? row : rows[row]; };
+    const bool shared = threads == 1 || num_rows > kSharedRows || !sinks.empty();
+    uint64_t prepare_ns = 0;
+    if (shared) {
+        if (num_rows > row_capacity_) reserve_prepared(prepared_, num_rows);
+        if (!sinks.empty()) tap_rows_.reserve(int64_t{num_rows} * op.width);
+        const int32_t chunk = std::max(1, num_rows / (threads * 4));
+        pool_.parallel_for((num_rows + chunk - 1) / chunk, [&](int32_t item, int thread) {
+            const int32_t end = std::min(num_rows, (item + 1) * chunk);
+            for (int32_t row = item * chunk; row < end; ++row) {
+                float* tap_row =
+                    sinks.empty() ? nullptr : tap_rows_.data() + int64_t{row} * op.width;
+                prepare_row(op, source_row(row), row, scratch_[static_cast<size_t>(thread)],
+                            prepared_, tap_row);
+            }
+        });
+        if (!sinks.empty()) drain_taps(sinks, num_rows, op.width);
+        prepare_ns = now_ns() - start;
+    }
+    // Each thread that gets an item prepares the few rows for itself: cheaper than a loop of its
+    // own.
+    const uint64_t prepared_for = ++prepared_count_;
+    const int32_t blocks_per_item = std::max(1, op.num_blocks / (threads == 1 ? 1 : threads * 6));
+    const int32_t num_items = (op.num_blocks + blocks_per_item - 1) / blocks_per_item;
+    pool_.parallel_for(num_items, [&](int32_t item, int thread) {
+        Scratch& scratch = scratch_[static_cast<size_t>(thread)];
+        if (!shared && scratch.prepared_for != prepared_for) {
+            const uint64_t prepare_start = thread == 0 ? now_ns() : 0;
+            for (int32_t row = 0; row < num_rows; ++row) {
+                prepare_row(op, source_row(row), row, scratch, scratch.prepared, nullptr);
+            }
+            scratch.prepared_for = prepared_for;
+            if (thread == 0) prepare_ns = now_ns() - prepare_start;
+        }
+        const Prepared& prepared = shared ? prepared_ : scratch.prepared;
+        const int32_t begin = item * blocks_per_item;
+        const int32_t end = std::min(op.num_blocks, begin + blocks_per_item);
+        for (const Part& part : op.parts) {
+            const int32_t blocks = part.weight.n_padded / kBlock;
+            const int32_t from = std::max(0, begin - part.first_block);
+            const int32_t to = std::min(blocks, end - part.first_block);
+            if (from >= to) continue;
+            const Form& form = op.forms[static_cast<size_t>(part.form)];
+            part.run(part.weight, activations(prepared, form, part.form, num_rows), from, to,
+                     out + part.column, out_stride, op.accumulate);
+        }
+    });
+    times_ns_[static_cast<int>(OpClass::kPrepare)] += prepare_ns;
+    times_ns_[static_cast<int>(op.op_class)] += now_ns() - start - prepare_ns;
+}
+
+void Model::drain_taps(const std::vector<const Tap*>& sinks, int32_t num_rows, int32_t width) {
+    const float* rows = tap_rows_.data();
+    const int32_t chunk = 16, num_chunks = (width + chunk - 1) / chunk;
+    for (const Tap* tap : sinks) {
+        if (tap->sink == Sink::kCopy) {
+            std::memcpy(tap->data, rows,
+                        sizeof(float) * static_cast<size_t>(num_rows) * static_cast<size_t>(width));
+            continue;
+        }
+        // Split by column, rows in order: the sums do not depend on the number of threads.
+        pool_.parallel_for(num_chunks, [&](int32_t item, int) {
+            const int32_t begin = item * chunk, end = std::min(width, begin + chunk);
+            for (int32_t row = 0; row < num_rows; ++row) {
+                const float* x = rows + static_cast<int64_t>(row) * width;
+                for (int32_t i = begin; i < end; ++i) {
+                    const double value = x[i];
+                    if (tap->sink == Sink::kAbsmax) {
+                        float& most = static_cast<float*>(tap->data)[i];
+                        most = std::max(most, std::fabs(x[i]));
+                    } else if (tap->sink == Sink::kSumSquares) {
+                        static_cast<double*>(tap->data)[i] += value * value;
+                    } else {
+                        double* gram =
+                            static_cast<double*>(tap->data) + static_cast<int64_t>(i) * width;
+                        for (int32_t j = 0; j < width; ++j) gram[j] += value * x[j];
+                    }
+                }
+            }
+        });
+    }
+}
+
+void Model::rotate_q(int32_t row, int32_t position, int32_t head, int32_t num_heads, uint16_t* out,
+                     Scratch& scratch) {
+    const int32_t dim = weights_.head_dim, half = dim / 2;
+    const float* cos = weights_.cos + static_cast<int64_t>(position) * half;
+    const float* sin = weights_.sin + static_cast<int64_t>(position) * half;
+    const float* q = qkv_.data() + static_cast<int64_t>(row) * qkv_width_ + head * dim;
+    for (int32_t i = 0; i < num_heads; ++i) {
+        kernels_.rope->rotate(q + i * dim, cos, sin, half, scratch.head.data());
+        kernels_.quantize->to_bf16(scratch.head.data(), dim, dim, out + i * dim);
+    }
+}
+
+void Model::store_kv(const Step& step, Arena& arena, int32_t layer, int32_t row, int32_t position,
+                     int32_t table, int32_t kv_head, Scratch& scratch) {
+    const int32_t dim = weights_.head_dim, half = dim / 2, padded = round_up(dim, 64);
+    const float* qkv = qkv_.data() + static_cast<int64_t>(row) * qkv_width_;
+    const float* k = qkv + q_width_ + kv_head * dim;
+    const float* v = k + weights_.num_kv_heads * dim;
+    kernels_.rope->rotate(k, weights_.cos + static_cast<int64_t>(position) * half,
+                          weights_.sin + static_cast<int64_t>(position) * half, half,
+                          scratch.head.data());
+    const int32_t* pages = step.page_tables + static_cast<int64_t>(table) * step.table_pages;
+    uint8_t* page = arena.block(layer, kv_head, pages[position / kPageTokens]);
+    const int32_t slot = position % kPageTokens;
+    if (weights_.kv == KvKind::kBf16) {
+        uint16_t* codes = reinterpret_cast<uint16_t*>(scratch.codes.data());
+        kernels_.quantize->to_bf16(scratch.head.data(), dim, dim, codes);
+        kernels_.quantize->to_bf16(v, dim, dim, codes + padded);
+        store_token_bf16(codes, codes + padded, dim, slot, page);
+        return;
+    }
+    int8_t* codes = scratch.codes.data();
+    float k_scale, v_scale;
+    int32_t sum;
+    kernels_.quantize->to_int8_group(scratch.head.data(), dim, padded, padded, codes, &k_scale,
+                                     &sum);
+    kernels_.quantize->to_int8_group(v, dim, padded, padded, codes + padded, &v_scale, &sum);
+    store_token_int8(codes, k_scale, codes + padded, v_scale, dim, slot, page);
+}
+
+void Model::run_attention(const Step& step, Arena& arena, int32_t layer) {
+    const uint64_t start = now_ns();
+    if (!fused_) {
+        const int32_t chunk = std::max(1, step.num_rows / (pool_.num_threads() * 4));
+        pool_.parallel_for((step.num_rows + chunk - 1) / chunk, [&](int32_t item, int thread) {
+            Scratch& scratch = scratch_[static_cast<size_t>(thread)];
+            const int32_t begin = item * chunk, end = std::min(step.num_rows, begin + chunk);
+            for (int32_t s = 0; s < step.num_segments; ++s) {
+                const int32_t* segment = step.segments + 4 * static_cast<int64_t>(s);
+                const int32_t last = std::min(end, segment[0] + segment[1]);
+                for (int32_t row = std::max(begin, segment[0]); row < last; ++row) {
+                    const int32_t position = segment[2] + row - segment[0];
+                    rotate_q(row, position, 0, weights_.num_heads,
+                             q_.data() + static_cast<int64_t>(row) * q_width_, scratch);
+                    for (int32_t head = 0; head < weights_.num_kv_heads; ++head) {
+                        store_kv(step, arena, layer, row, position, segment[3], head, scratch);
+                    }
+                }
+            }
+        });
+    }
+    for (size_t t = 0; t < tiles_.size(); ++t) {
+        if (tiles_[t].num_items > 1) {
+            tile_items_[t].store(tiles_[t].num_items, std::memory_order_relaxed);
+        }
+    }
+    pool_.parallel_for(static_cast<int32_t>(items_.size()), [&](int32_t item, int thread) {
+        attend(step, arena, layer, items_[static_cast<size_t>(item)],
+               scratch_[static_cast<size_t>(thread)]);
+    });
+    times_ns_[static_cast<int>(OpClass::kAttention)] += now_ns() - start;
+}
+
+void Model::attend(const Step& step, Arena& arena, int32_t layer, const Item& item,
+                   Scratch& scratch) {
+    const Tile& tile = tiles_[static_cast<size_t>(item.tile)];
+    const int32_t dim = weights_.head_dim, group = weights_.num_heads / weights_.num_kv_heads;
+    const int32_t num_q = tile.num_rows * group, first_head = tile.kv_head * group;
+    const int32_t* pages = step.page_tables + static_cast<int64_t>(tile.table) * step.table_pages;
+    for (int32_t r = 0; r < tile.num_rows; ++r) {
+        uint16_t* q = scratch.q.data() + static_cast<int64_t>(r) * group * dim;
+        if (fused_) {
+            rotate_q(tile.row + r, tile.position + r, first_head, group, q, scratch);
+        } else {
+            std::memcpy(
+                q, q_.data() + static_cast<int64_t>(tile.row + r) * q_width_ + first_head * dim,
+                sizeof(uint16_t) * static_cast<size_t>(group) * dim);
+        }
+    }
+    // The item that reads the last span writes the tile's own tokens first.
+    if (fused_ && item.span_end == tile.num_spans) {
+        for (int32_t r = 0; r < tile.num_rows; ++r) {
+            store_kv(step, arena, layer, tile.row + r, tile.position + r, tile.table, tile.kv_head,
+                     scratch);
+        }
+    }
+
+    const bool split = tile.num_items > 1;
+    const int64_t result_floats = static_cast<int64_t>(num_q) * (dim + 2);
+    // Results of a span lie as m [num_q], l [num_q], o [num_q][dim].
+    float* total =
+        split ? partials_.data() + tile.partials * result_floats : scratch.partial.data();
+    auto merge = [&](const float* later, int32_t first) {
+        kernels_.attention->merge(num_q - first, dim, later + first, later + num_q + first,
+                                  later + 2 * num_q + static_cast<int64_t>(first) * dim,
+                                  total + first, total + num_q + first,
+                                  total + 2 * num_q + static_cast<int64_t>(first) * dim);
+    };
+    // The first vector of a span: rows before it do not reach the span.
+    auto first_vector = [&](int32_t span) {
+        return std::max(0, span * kSpanTokens - tile.position) * group;
+    };
+    for (int32_t span = item.span_begin; span < item.span_end; ++span) {
+        const int32_t first = first_vector(span), first_row = first / group;
+        int32_t valid[kTileVectors];
+        for (int32_t r = first_row; r < tile.num_rows; ++r) {
+            const int32_t keys = tile.position + r + 1 - span * kSpanTokens;
+            valid[r - first_row] = std::min(keys, kSpanTokens);
+        }
+        const int32_t rows = tile.num_rows - first_row;
+        const uint8_t* span_pages[kSpanPages] = {};
+        for (int32_t p = 0; p * kPageTokens < valid[rows - 1]; ++p) {
+            span_pages[p] = arena.block(layer, tile.kv_head, pages[span * kSpanPages + p]);
+        }
+        float* result = split      ? total + span * result_floats
+                        : span > 0 ? total + result_floats
+                                   : total;
+        const SpanTask task = {scratch.q.data() + static_cast<int64_t>(first) * dim,
+                               rows,
+                               group,
+                               dim,
+                               valid,
+                               span_pages,
+                               weights_.kv,
+                               sm_scale_,
+                               scratch.span.data(),
+                               result + first,
+                               result + num_q + first,
+                               result + 2 * num_q + static_cast<int64_t>(first) * dim};
+        kernels_.attention->span(task);
+        if (!split && span > 0) merge(result, first);
+    }
+    if (split) {
+        // Whoever finishes the tile's last item merges all spans, in ascending order.
+        if (tile_items_[static_cast<size_t>(item.tile)].fetch_sub(1) > 1) return;
+        for (int32_t span = 1; span < tile.num_spans; ++span) {
+            merge(total + span * result_floats, first_vector(span));
+        }
+    }
+    for (int32_t r = 0; r < tile.num_rows; ++r) {
+        float* out =
+            attention_.data() + static_cast<int64_t>(tile.row + r) * q_width_ + first_head * dim;
+        const int64_t vector = static_cast<int64_t>(r) * group;
+        kernels_.attention->finish(group, dim, total + num_q + vector,
+                                   total + 2 * num_q + vector * dim, out, dim);
+    }
+}
+
+}  // namespace trivet
