@@ -222,7 +222,7 @@ class Engine:
         builder.start(plan.decodes, plan.drafts)
         first_logits = [
             builder.add_prefill(
-                chunk.state, chunk.count, chunk.num_scored + chunk.is_last, chunk.skip_scored
+                chunk.state, chunk.count, chunk.num_scored + chunk.is_last, chunk.skip_logits
             )
             for chunk in plan.chunks
         ]
@@ -326,7 +326,7 @@ class Engine:
             self._drafter.observe(request_id, token_ids, len(draft), accepted)
         self._stats.num_output_tokens += len(token_ids)
         logprobs = result.logprobs if result is not None else None
-        self._emit_tokens(state, position, token_ids, logprobs)
+        self._emit_tokens(state, position, token_ids, logprobs or [])
         if run.reason is None:
             self._slots.advance(state)
             return False
@@ -338,16 +338,17 @@ class Engine:
         state: RequestState,
         position: int,
         token_ids: list[int],
-        logprobs: Sequence[Logprob] | None,
+        logprobs: Sequence[Logprob],
     ) -> None:
         if not token_ids and state.prompt_logprobs is None:
             return
+        wants_logprobs = state.request.params.logprobs is not None
         self._events.append(
             TokensEvent(
                 request_id=state.request.request_id,
                 position=position,
                 token_ids=token_ids,
-                logprobs=None if logprobs is None else list(logprobs[: len(token_ids)]),
+                logprobs=list(logprobs[: len(token_ids)]) if wants_logprobs else None,
                 prompt_logprobs=state.prompt_logprobs,
                 cached_len=None if state.is_announced else state.cached_len,
             )

@@ -37,13 +37,14 @@ MAX_SCORED_ROWS = 64  # prompt rows of one step whose logits are computed for pr
 class PrefillChunk:
     """Rows [state.computed_len, + count) of a request.
 
-    num_scored    rows whose log-probability entry is taken, the first of them skip_scored rows in
-    is_last       the last row is the last known token: its logits give the next one
+    skip_logits   rows before the first whose logits are computed
+    num_scored    rows whose logits give the log-probability of the next prompt token
+    is_last       the last row is the last known token: its logits give the token after it
     """
 
     state: RequestState
     count: int
-    skip_scored: int
+    skip_logits: int
     num_scored: int
     is_last: bool
 
@@ -205,12 +206,12 @@ class Scheduler:
         if count <= 0:
             return
         start, end = state.computed_len, state.computed_len + count
-        skip, scored = count, 0
+        first, scored = end - 1, 0
         if state.unscored_len:
-            first = state.prompt_len - state.unscored_len - 1
-            scored = max(0, min(end, state.prompt_len - 1) - max(first, start))
-            skip = max(first - start, 0)
-        plan.chunks.append(PrefillChunk(state, count, skip, scored, end == state.total_len))
+            first = max(start, state.prompt_len - state.unscored_len - 1)
+            scored = max(0, min(end, state.prompt_len - 1) - first)
+        chunk = PrefillChunk(state, count, first - start, scored, end == state.total_len)
+        plan.chunks.append(chunk)
         plan.rows_left -= count
         plan.scored_rows_left -= scored
 
