@@ -11,9 +11,8 @@
 namespace nb = nanobind;
 
 void bind_linear(nb::module_& m);
+void bind_model(nb::module_& m);
 void bind_sampler(nb::module_& m);
-__attribute__((weak)) void bind_linear(nb::module_&) {}
-__attribute__((weak)) void bind_sampler(nb::module_&) {}
 
 NB_MODULE(_core, m) {
     m.doc() = "Native core of Trivet: kernels, the model forward, the KV arena and the sampler.";
@@ -29,5 +28,6 @@ NB_MODULE(_core, m) {
         },
         "Every instruction-set level, lowest first, with why it cannot run here (empty: it can).");
     bind_linear(m);
+    bind_model(m);
     bind_sampler(m);
 }

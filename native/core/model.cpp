@@ -77,7 +77,7 @@ Model::Model(ModelWeights weights, Level level, int num_threads)
         scratch.rotated.reserve(round_up(max_width_, 64));
         reserve_prepared(scratch.prepared, kSharedRows);
         scratch.q.reserve(int64_t{tile} * w.head_dim);
-        scratch.head.reserve(round_up(w.head_dim, 64));
+        scratch.head.reserve(int64_t{2} * round_up(w.head_dim, 64));
         scratch.codes.reserve(int64_t{2} * round_up(w.head_dim, 64) * 2);
         scratch.span.reserve(span_scratch_floats(tile, w.head_dim));
         scratch.partial.reserve(int64_t{2} * tile * (w.head_dim + 2));
@@ -241,7 +241,7 @@ void Model::plan_attention(const Step& step) {
             partials += tile.num_spans;
             tile.num_items = static_cast<int32_t>((tile.num_spans + per_item - 1) / per_item);
         }
-        const int64_t vectors = int64_t{tile_rows} * group;
+        const int64_t vectors = std::max(group, kTileVectors);
         partials_.reserve(partials * vectors * (weights_.head_dim + 2));
         if (tiles_.size() > tile_items_capacity_) {
             tile_items_capacity_ = tiles_.size();
@@ -386,7 +386,6 @@ void Model::run_linear(const LinearOp& op, int32_t layer, int32_t num_rows, cons
     const bool shared = threads == 1 || num_rows > kSharedRows || !sinks.empty();
     uint64_t prepare_ns = 0;
     if (shared) {
-        if (num_rows > row_capacity_) reserve_prepared(prepared_, num_rows);
         if (!sinks.empty()) tap_rows_.reserve(int64_t{num_rows} * op.width);
         const int32_t chunk = std::max(1, num_rows / (threads * 4));
         pool_.parallel_for((num_rows + chunk - 1) / chunk, [&](int32_t item, int thread) {
@@ -482,7 +481,8 @@ void Model::store_kv(const Step& step, Arena& arena, int32_t layer, int32_t row,
     const int32_t dim = weights_.head_dim, half = dim / 2, padded = round_up(dim, 64);
     const float* qkv = qkv_.data() + static_cast<int64_t>(row) * qkv_width_;
     const float* k = qkv + q_width_ + kv_head * dim;
-    const float* v = k + weights_.num_kv_heads * dim;
+    float* v = scratch.head.data() + padded;
+    std::memcpy(v, k + weights_.num_kv_heads * dim, sizeof(float) * static_cast<size_t>(dim));
     kernels_.rope->rotate(k, weights_.cos + static_cast<int64_t>(position) * half,
                           weights_.sin + static_cast<int64_t>(position) * half, half,
                           scratch.head.data());
@@ -563,8 +563,8 @@ void Model::attend(const Step& step, Arena& arena, int32_t layer, const Item& it
     }
 
     const bool split = tile.num_items > 1;
-    const int64_t result_floats = static_cast<int64_t>(num_q) * (dim + 2);
-    // Results of a span lie as m [num_q], l [num_q], o [num_q][dim].
+    const int64_t result_floats = static_cast<int64_t>(std::max(group, kTileVectors)) * (dim + 2);
+    // The results of a span lie as m [num_q], l [num_q], o [num_q][dim].
     float* total =
         split ? partials_.data() + tile.partials * result_floats : scratch.partial.data();
     auto merge = [&](const float* later, int32_t first) {

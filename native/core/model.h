@@ -158,7 +158,7 @@ class Model {
         Prepared prepared;      // inputs of up to kSharedRows rows
         uint64_t prepared_for = 0;
         Buffer<uint16_t> q;     // query tile
-        Buffer<float> head;     // one rotated head
+        Buffer<float> head;     // one rotated head, one copied head
         Buffer<int8_t> codes;   // one token's K and V codes
         Buffer<float> span;     // scratch of the span kernel
         Buffer<float> partial;  // m, l, o of a span and of the spans before it

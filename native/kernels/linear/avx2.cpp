@@ -1,18 +1,449 @@
+// Linear kernels for AVX2 + FMA + F16C. One channel block is two vectors of 8 channels; each 32-bit
+// lane holds one channel: a bf16 pair, or 4 int8 codes.
+//
+// 8-bit codes: vpmaddubsw takes |w| and x with the sign of w; a pair of products is at most
+// 2 * 127 * 127 = 32258, so its int16 saturation never acts. 4-bit codes stay unsigned; a lane adds
+// up 16 products of at most 15 * 127, 30480 in all, before it is widened. Both bounds are met
+// exactly by test_extreme_codes_do_not_saturate.
+//
+// Rows are taken kRows at a time against one block, so that each weight is loaded and unpacked once
+// for all of them; every row's own arithmetic is the same whatever the number beside it.
+#include <immintrin.h>
+
 #include "kernels/linear/linear.h"
+
 namespace trivet::avx2 {
 namespace {
-void bf16(const LinearWeight& w, const Activations& x, int32_t b, int32_t e, float* o, ptrdiff_t s,
-          bool a) {
-    generic::linear_kernels.bf16(w, x, b, e, o, s, a);
+
+constexpr int32_t kRows = 6;                // rows of one register tile
+constexpr int32_t kDirectRows = 4;          // up to here 4-bit codes are unpacked in registers
+constexpr int32_t kPanelColumns = 1024;     // columns of one unpacked panel: 16 KiB
+constexpr int32_t kPanelRows = 16 * kRows;  // rows that share one unpacked panel
+constexpr int32_t kPrefetchBytes = 1024;
+
+struct Pair {
+    __m256 lo, hi;
+};
+
+inline __m256i load(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+
+// 4 bytes of x in every lane.
+inline __m256i broadcast(const void* p) {
+    int32_t bits;
+    __builtin_memcpy(&bits, p, 4);
+    return _mm256_set1_epi32(bits);
 }
-void int8_row(const LinearWeight& w, const Activations& x, int32_t b, int32_t e, float* o,
-              ptrdiff_t s, bool a) {
-    generic::linear_kernels.int8_row(w, x, b, e, o, s, a);
+
+inline void prefetch(const void* p) {
+    _mm_prefetch(static_cast<const char*>(p) + kPrefetchBytes, _MM_HINT_T0);
 }
-void int_group(const LinearWeight& w, const Activations& x, int32_t b, int32_t e, float* o,
-               ptrdiff_t s, bool a) {
-    generic::linear_kernels.int8_group(w, x, b, e, o, s, a);
+
+// Lanes below n - 8 * half of block's 16 channels.
+inline __m256i tail_mask(int32_t channels) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(channels),
+                              _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
+
+// Adds the bias, then writes one row's 16 outputs or adds them to what is there.
+inline void store(const LinearWeight& w, int32_t block, Pair y, float* out_row, bool accumulate) {
+    const int32_t channel = block * 16, left = w.n - channel;
+    if (w.bias != nullptr) {
+        y.lo = _mm256_add_ps(y.lo, _mm256_loadu_ps(w.bias + channel));
+        y.hi = _mm256_add_ps(y.hi, _mm256_loadu_ps(w.bias + channel + 8));
+    }
+    float* out = out_row + channel;
+    if (left >= 16) {
+        if (accumulate) {
+            y.lo = _mm256_add_ps(_mm256_loadu_ps(out), y.lo);
+            y.hi = _mm256_add_ps(_mm256_loadu_ps(out + 8), y.hi);
+        }
+        _mm256_storeu_ps(out, y.lo);
+        _mm256_storeu_ps(out + 8, y.hi);
+        return;
+    }
+    const __m256i lo = tail_mask(left), hi = tail_mask(left - 8);
+    if (accumulate) {
+        y.lo = _mm256_add_ps(_mm256_maskload_ps(out, lo), y.lo);
+        y.hi = _mm256_add_ps(_mm256_maskload_ps(out + 8, hi), y.hi);
+    }
+    _mm256_maskstore_ps(out, lo, y.lo);
+    _mm256_maskstore_ps(out + 8, hi, y.hi);
+}
+
+// Calls tile<R>(first row) for all rows, R = kRows and then what is left.
+template <class Tile>
+inline void for_row_tiles(int32_t begin, int32_t end, Tile tile) {
+    int32_t row = begin;
+    for (; row + kRows <= end; row += kRows) tile.template operator()<kRows>(row);
+    switch (end - row) {
+        case 1:
+            return tile.template operator()<1>(row);
+        case 2:
+            return tile.template operator()<2>(row);
+        case 3:
+            return tile.template operator()<3>(row);
+        case 4:
+            return tile.template operator()<4>(row);
+        case 5:
+            return tile.template operator()<5>(row);
+        default:
+            return;
+    }
+}
+
+// ---- bf16 ----
+
+inline __m256 even(__m256i pair) { return _mm256_castsi256_ps(_mm256_slli_epi32(pair, 16)); }
+
+inline __m256 odd(__m256i pair) {
+    return _mm256_castsi256_ps(_mm256_and_si256(pair, _mm256_set1_epi32(int32_t(0xffff0000))));
+}
+
+// One chain of 16 fused multiply-adds per row and channel over the even or the odd columns.
+template <int R, bool kOdd>
+__attribute__((noinline)) void bf16_chain(const uint16_t* codes, const uint16_t* x, ptrdiff_t x_stride, Pair* chain) {
+    __m256 sum[R][2];
+    for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_ps();
+    for (int i = 0; i < 16; ++i) {
+        const __m256i a = load(codes + 32 * i), b = load(codes + 32 * i + 16);
+        const __m256 lo = kOdd ? odd(a) : even(a), hi = kOdd ? odd(b) : even(b);
+        for (int r = 0; r < R; ++r) {
+            const __m256i pair = broadcast(x + r * x_stride + 2 * i);
+            const __m256 value = kOdd ? odd(pair) : even(pair);
+            sum[r][0] = _mm256_fmadd_ps(value, lo, sum[r][0]);
+            sum[r][1] = _mm256_fmadd_ps(value, hi, sum[r][1]);
+        }
+    }
+    for (int r = 0; r < R; ++r) chain[r] = {sum[r][0], sum[r][1]};
+}
+
+template <int R>
+inline void bf16_tile(const LinearWeight& w, const uint16_t* codes, const uint16_t* x, Pair* acc) {
+    for (int r = 0; r < R; ++r) acc[r].lo = acc[r].hi = _mm256_setzero_ps();
+    for (int32_t k = 0; k < w.k_padded; k += 32) {
+        Pair e[R], o[R];
+        bf16_chain<R, false>(codes + 16 * k, x + k, w.k_padded, e);
+        bf16_chain<R, true>(codes + 16 * k, x + k, w.k_padded, o);
+        for (int r = 0; r < R; ++r) {
+            acc[r].lo = _mm256_add_ps(acc[r].lo, _mm256_add_ps(e[r].lo, o[r].lo));
+            acc[r].hi = _mm256_add_ps(acc[r].hi, _mm256_add_ps(e[r].hi, o[r].hi));
+        }
+    }
+}
+
+// One row: both chains together, each weight loaded once.
+template <>
+inline void bf16_tile<1>(const LinearWeight& w, const uint16_t* codes, const uint16_t* x,
+                         Pair* acc) {
+    acc->lo = acc->hi = _mm256_setzero_ps();
+    for (int32_t k = 0; k < w.k_padded; k += 32) {
+        Pair e{_mm256_setzero_ps(), _mm256_setzero_ps()}, o = e;
+        for (int32_t i = k; i < k + 32; i += 2) {
+            prefetch(codes + 16 * i);
+            const __m256i a = load(codes + 16 * i), b = load(codes + 16 * i + 16);
+            const __m256i pair = broadcast(x + i);
+            e.lo = _mm256_fmadd_ps(even(pair), even(a), e.lo);
+            e.hi = _mm256_fmadd_ps(even(pair), even(b), e.hi);
+            o.lo = _mm256_fmadd_ps(odd(pair), odd(a), o.lo);
+            o.hi = _mm256_fmadd_ps(odd(pair), odd(b), o.hi);
+        }
+        acc->lo = _mm256_add_ps(acc->lo, _mm256_add_ps(e.lo, o.lo));
+        acc->hi = _mm256_add_ps(acc->hi, _mm256_add_ps(e.hi, o.hi));
+    }
+}
+
+void bf16(const LinearWeight& w, const Activations& x, int32_t block_begin, int32_t block_end,
+          float* out, ptrdiff_t out_stride, bool accumulate) {
+    for (int32_t block = block_begin; block < block_end; ++block) {
+        const auto* codes =
+            static_cast<const uint16_t*>(w.codes) + int64_t(block) * w.k_padded * 16;
+        for_row_tiles(0, x.rows, [&]<int R>(int32_t row) {
+            Pair acc[R];
+            bf16_tile<R>(w, codes, x.bf16 + int64_t(row) * w.k_padded, acc);
+            for (int r = 0; r < R; ++r) {
+                store(w, block, acc[r], out + (row + r) * out_stride, accumulate);
+            }
+        });
+    }
+}
+
+// ---- 8-bit codes ----
+
+// Adds the products of `columns` columns (a multiple of 4) to sum[r][half], exactly.
+template <int R>
+__attribute__((noinline)) void int8_dot(const int8_t* codes, const int8_t* x, ptrdiff_t x_stride, int32_t columns,
+                     __m256i (*sum)[2]) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    for (int32_t k = 0; k < columns; k += 4) {
+        if (R == 1) prefetch(codes + 16 * k);
+        const __m256i lo = load(codes + 16 * k), hi = load(codes + 16 * k + 32);
+        const __m256i abs_lo = _mm256_abs_epi8(lo), abs_hi = _mm256_abs_epi8(hi);
+        for (int r = 0; r < R; ++r) {
+            const __m256i v = broadcast(x + r * x_stride + k);
+            const __m256i p = _mm256_maddubs_epi16(abs_lo, _mm256_sign_epi8(v, lo));
+            const __m256i q = _mm256_maddubs_epi16(abs_hi, _mm256_sign_epi8(v, hi));
+            sum[r][0] = _mm256_add_epi32(sum[r][0], _mm256_madd_epi16(p, ones));
+            sum[r][1] = _mm256_add_epi32(sum[r][1], _mm256_madd_epi16(q, ones));
+        }
+    }
+}
+
+void int8_row(const LinearWeight& w, const Activations& x, int32_t block_begin, int32_t block_end,
+              float* out, ptrdiff_t out_stride, bool accumulate) {
+    for (int32_t block = block_begin; block < block_end; ++block) {
+        const auto* codes = static_cast<const int8_t*>(w.codes) + int64_t(block) * w.k_padded * 16;
+        const float* scales = static_cast<const float*>(w.scales) + block * 16;
+        const __m256 scale_lo = _mm256_loadu_ps(scales), scale_hi = _mm256_loadu_ps(scales + 8);
+        for_row_tiles(0, x.rows, [&]<int R>(int32_t row) {
+            __m256i sum[R][2];
+            for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
+            int8_dot<R>(codes, x.codes + int64_t(row) * w.k_padded, w.k_padded, w.k_padded, sum);
+            for (int r = 0; r < R; ++r) {
+                const __m256 sx = _mm256_set1_ps(x.scales[row + r]);
+                const Pair y{
+                    _mm256_mul_ps(_mm256_cvtepi32_ps(sum[r][0]), _mm256_mul_ps(sx, scale_lo)),
+                    _mm256_mul_ps(_mm256_cvtepi32_ps(sum[r][1]), _mm256_mul_ps(sx, scale_hi))};
+                store(w, block, y, out + (row + r) * out_stride, accumulate);
+            }
+        });
+    }
+}
+
+// ---- groups ----
+
+template <ScaleType kScale>
+inline Pair load_scales(const void* values, int64_t index) {
+    if constexpr (kScale == ScaleType::kF32) {
+        const float* p = static_cast<const float*>(values) + index;
+        return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)};
+    } else {
+        const auto* p =
+            reinterpret_cast<const __m128i*>(static_cast<const uint16_t*>(values) + index);
+        return {_mm256_cvtph_ps(_mm_loadu_si128(p)), _mm256_cvtph_ps(_mm_loadu_si128(p + 1))};
+    }
+}
+
+// sum[r][half] = products of one group; 4-bit codes packed as stored.
+template <int R>
+__attribute__((noinline)) void int4_dot(const uint8_t* codes, const int8_t* x, ptrdiff_t x_stride, int32_t columns,
+                     __m256i (*sum)[2]) {
+    const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
+    for (int32_t k = 0; k < columns; k += 32) {
+        __m256i part[R][2];
+        for (int r = 0; r < R; ++r) part[r][0] = part[r][1] = _mm256_setzero_si256();
+        for (int i = 0; i < 4; ++i) {
+            const uint8_t* bytes = codes + 8 * k + 64 * i;
+            if (R == 1) prefetch(bytes);
+            const __m256i a = load(bytes), b = load(bytes + 32);
+            const __m256i a_low = _mm256_and_si256(a, low), b_low = _mm256_and_si256(b, low);
+            const __m256i a_high = _mm256_and_si256(_mm256_srli_epi16(a, 4), low);
+            const __m256i b_high = _mm256_and_si256(_mm256_srli_epi16(b, 4), low);
+            for (int r = 0; r < R; ++r) {
+                const __m256i u = broadcast(x + r * x_stride + k + 4 * i);
+                const __m256i v = broadcast(x + r * x_stride + k + 16 + 4 * i);
+                part[r][0] = _mm256_add_epi16(part[r][0], _mm256_maddubs_epi16(a_low, u));
+                part[r][1] = _mm256_add_epi16(part[r][1], _mm256_maddubs_epi16(b_low, u));
+                part[r][0] = _mm256_add_epi16(part[r][0], _mm256_maddubs_epi16(a_high, v));
+                part[r][1] = _mm256_add_epi16(part[r][1], _mm256_maddubs_epi16(b_high, v));
+            }
+        }
+        for (int r = 0; r < R; ++r) {
+            sum[r][0] = _mm256_add_epi32(sum[r][0], _mm256_madd_epi16(part[r][0], ones));
+            sum[r][1] = _mm256_add_epi32(sum[r][1], _mm256_madd_epi16(part[r][1], ones));
+        }
+    }
+}
+
+// The same with the codes unpacked to one per byte, [columns / 4][16][4].
+template <int R>
+__attribute__((noinline)) void panel_dot(const uint8_t* panel, const int8_t* x, ptrdiff_t x_stride, int32_t columns,
+                      __m256i (*sum)[2]) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    for (int32_t k = 0; k < columns; k += 32) {
+        __m256i part[R][2];
+        for (int r = 0; r < R; ++r) part[r][0] = part[r][1] = _mm256_setzero_si256();
+        for (int32_t i = k; i < k + 32; i += 4) {
+            const __m256i a = load(panel + 16 * i), b = load(panel + 16 * i + 32);
+            for (int r = 0; r < R; ++r) {
+                const __m256i v = broadcast(x + r * x_stride + i);
+                part[r][0] = _mm256_add_epi16(part[r][0], _mm256_maddubs_epi16(a, v));
+                part[r][1] = _mm256_add_epi16(part[r][1], _mm256_maddubs_epi16(b, v));
+            }
+        }
+        for (int r = 0; r < R; ++r) {
+            sum[r][0] = _mm256_add_epi32(sum[r][0], _mm256_madd_epi16(part[r][0], ones));
+            sum[r][1] = _mm256_add_epi32(sum[r][1], _mm256_madd_epi16(part[r][1], ones));
+        }
+    }
+}
+
+// Unpacks `columns` (a multiple of 32) of one block to one code per byte.
+inline void unpack_panel(const uint8_t* codes, int32_t columns, uint8_t* panel) {
+    const __m256i low = _mm256_set1_epi8(15);
+    for (int32_t k = 0; k < columns; k += 32) {
+        for (int i = 0; i < 8; ++i) {
+            const __m256i v = load(codes + 8 * k + 32 * i);
+            auto* out = reinterpret_cast<__m256i*>(panel + 16 * k + 32 * i);
+            _mm256_storeu_si256(out, _mm256_and_si256(v, low));
+            _mm256_storeu_si256(out + 8, _mm256_and_si256(_mm256_srli_epi16(v, 4), low));
+        }
+    }
+}
+
+enum class Codes { kInt8, kInt4, kInt4Panel };
+
+// Groups [group_begin, group_end) of one block against R rows: acc is read and written.
+// `codes` points at the first of these groups, x at the row's first column of the whole input.
+template <Codes kCodes, Scheme kScheme, ScaleType kScale, int R>
+inline void group_tile(const LinearWeight& w, const Activations& x, int32_t block,
+                       const uint8_t* codes, int32_t row, int32_t group_begin, int32_t group_end,
+                       Pair* acc) {
+    constexpr int32_t kColumnBytes = kCodes == Codes::kInt4 ? 8 : 16;
+    const int8_t* x_codes = x.codes + int64_t(row) * w.k_padded;
+    const float* x_scales = x.scales + int64_t(row) * w.num_groups;
+    const int32_t* x_sums = x.sums + int64_t(row) * w.num_groups;
+    for (int32_t g = group_begin; g < group_end; ++g) {
+        const int32_t begin = g * w.group, left = w.k_padded - begin;
+        const int32_t columns = left < w.group ? left : w.group;
+        const uint8_t* group_codes = codes + int64_t(begin - group_begin * w.group) * kColumnBytes;
+        __m256i sum[R][2];
+        for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
+        if constexpr (kCodes == Codes::kInt8) {
+            int8_dot<R>(reinterpret_cast<const int8_t*>(group_codes), x_codes + begin, w.k_padded,
+                        columns, sum);
+        } else if constexpr (kCodes == Codes::kInt4) {
+            int4_dot<R>(group_codes, x_codes + begin, w.k_padded, columns, sum);
+        } else {
+            panel_dot<R>(group_codes, x_codes + begin, w.k_padded, columns, sum);
+        }
+        const int64_t index = (int64_t(block) * w.num_groups + g) * 16;
+        const Pair scale = load_scales<kScale>(w.scales, index);
+        Pair minimum{};
+        if constexpr (kScheme == Scheme::kMin) minimum = load_scales<kScale>(w.minima, index);
+        __m256i zero_lo{}, zero_hi{};
+        if constexpr (kScheme == Scheme::kZeroPoint) {
+            const __m128i zeros =
+                _mm_loadu_si128(reinterpret_cast<const __m128i*>(w.zeros + index));
+            zero_lo = _mm256_cvtepu8_epi32(zeros);
+            zero_hi = _mm256_cvtepu8_epi32(_mm_srli_si128(zeros, 8));
+        }
+        for (int r = 0; r < R; ++r) {
+            const int32_t sum_x = x_sums[int64_t(r) * w.num_groups + g];
+            const float sx = x_scales[int64_t(r) * w.num_groups + g];
+            if constexpr (kScheme == Scheme::kZeroPoint) {
+                // Lanes are (zero, 0) and (sum_x, sign) in 16-bit halves: |sum_x| <= 127 * 128.
+                const __m256i v = _mm256_set1_epi32(sum_x);
+                sum[r][0] = _mm256_sub_epi32(sum[r][0], _mm256_madd_epi16(zero_lo, v));
+                sum[r][1] = _mm256_sub_epi32(sum[r][1], _mm256_madd_epi16(zero_hi, v));
+            } else if constexpr (kCodes != Codes::kInt8 && kScheme == Scheme::kSym) {
+                const __m256i offset = _mm256_set1_epi32(8 * sum_x);
+                sum[r][0] = _mm256_sub_epi32(sum[r][0], offset);
+                sum[r][1] = _mm256_sub_epi32(sum[r][1], offset);
+            }
+            const __m256 s = _mm256_set1_ps(sx);
+            acc[r].lo = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[r][0]), _mm256_mul_ps(s, scale.lo),
+                                        acc[r].lo);
+            acc[r].hi = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[r][1]), _mm256_mul_ps(s, scale.hi),
+                                        acc[r].hi);
+            if constexpr (kScheme == Scheme::kMin) {
+                const __m256 u = _mm256_set1_ps(static_cast<float>(sum_x) * sx);
+                acc[r].lo = _mm256_fmadd_ps(u, minimum.lo, acc[r].lo);
+                acc[r].hi = _mm256_fmadd_ps(u, minimum.hi, acc[r].hi);
+            }
+        }
+    }
+}
+
+// Codes used as they are stored.
+template <Codes kCodes, Scheme kScheme, ScaleType kScale>
+void group_direct(const LinearWeight& w, const Activations& x, int32_t block_begin,
+                  int32_t block_end, float* out, ptrdiff_t out_stride, bool accumulate) {
+    constexpr int32_t kColumnBytes = kCodes == Codes::kInt4 ? 8 : 16;
+    for (int32_t block = block_begin; block < block_end; ++block) {
+        const uint8_t* codes =
+            static_cast<const uint8_t*>(w.codes) + int64_t(block) * w.k_padded * kColumnBytes;
+        for_row_tiles(0, x.rows, [&]<int R>(int32_t row) {
+            Pair acc[R];
+            for (int r = 0; r < R; ++r) acc[r].lo = acc[r].hi = _mm256_setzero_ps();
+            group_tile<kCodes, kScheme, kScale, R>(w, x, block, codes, row, 0, w.num_groups, acc);
+            for (int r = 0; r < R; ++r) {
+                store(w, block, acc[r], out + (row + r) * out_stride, accumulate);
+            }
+        });
+    }
+}
+
+// 4-bit codes of many rows: each panel is unpacked once for kPanelRows of them.
+template <Scheme kScheme, ScaleType kScale>
+void group_panels(const LinearWeight& w, const Activations& x, int32_t block_begin,
+                  int32_t block_end, float* out, ptrdiff_t out_stride, bool accumulate) {
+    alignas(64) uint8_t panel[kPanelColumns * 16];
+    Pair acc[kPanelRows];
+    const int32_t groups_per_panel = kPanelColumns / w.group;
+    for (int32_t block = block_begin; block < block_end; ++block) {
+        const uint8_t* codes =
+            static_cast<const uint8_t*>(w.codes) + int64_t(block) * w.k_padded * 8;
+        for (int32_t first = 0; first < x.rows; first += kPanelRows) {
+            const int32_t end = first + kPanelRows < x.rows ? first + kPanelRows : x.rows;
+            for (Pair& a : acc) a.lo = a.hi = _mm256_setzero_ps();
+            for (int32_t g = 0; g < w.num_groups; g += groups_per_panel) {
+                const int32_t g_end =
+                    g + groups_per_panel < w.num_groups ? g + groups_per_panel : w.num_groups;
+                const int32_t begin = g * w.group, stop = g_end * w.group;
+                unpack_panel(codes + int64_t(begin) * 8,
+                             (stop < w.k_padded ? stop : w.k_padded) - begin, panel);
+                for_row_tiles(first, end, [&]<int R>(int32_t row) {
+                    group_tile<Codes::kInt4Panel, kScheme, kScale, R>(w, x, block, panel, row, g,
+                                                                      g_end, acc + (row - first));
+                });
+            }
+            for (int32_t row = first; row < end; ++row) {
+                store(w, block, acc[row - first], out + row * out_stride, accumulate);
+            }
+        }
+    }
+}
+
+void int8_group(const LinearWeight& w, const Activations& x, int32_t block_begin, int32_t block_end,
+                float* out, ptrdiff_t out_stride, bool accumulate) {
+    const auto kernel = w.scale_type == ScaleType::kF16
+                            ? group_direct<Codes::kInt8, Scheme::kSym, ScaleType::kF16>
+                            : group_direct<Codes::kInt8, Scheme::kSym, ScaleType::kF32>;
+    kernel(w, x, block_begin, block_end, out, out_stride, accumulate);
+}
+
+template <Scheme kScheme>
+void int4_scheme(const LinearWeight& w, const Activations& x, int32_t block_begin,
+                 int32_t block_end, float* out, ptrdiff_t out_stride, bool accumulate) {
+    const bool f16 = w.scale_type == ScaleType::kF16;
+    LinearFn kernel;
+    if (x.rows <= kDirectRows) {
+        kernel = f16 ? group_direct<Codes::kInt4, kScheme, ScaleType::kF16>
+                     : group_direct<Codes::kInt4, kScheme, ScaleType::kF32>;
+    } else {
+        kernel =
+            f16 ? group_panels<kScheme, ScaleType::kF16> : group_panels<kScheme, ScaleType::kF32>;
+    }
+    kernel(w, x, block_begin, block_end, out, out_stride, accumulate);
+}
+
+void int4_group(const LinearWeight& w, const Activations& x, int32_t block_begin, int32_t block_end,
+                float* out, ptrdiff_t out_stride, bool accumulate) {
+    switch (w.scheme) {
+        case Scheme::kSym:
+            return int4_scheme<Scheme::kSym>(w, x, block_begin, block_end, out, out_stride,
+                                             accumulate);
+        case Scheme::kZeroPoint:
+            return int4_scheme<Scheme::kZeroPoint>(w, x, block_begin, block_end, out, out_stride,
+                                                   accumulate);
+        case Scheme::kMin:
+            return int4_scheme<Scheme::kMin>(w, x, block_begin, block_end, out, out_stride,
+                                             accumulate);
+    }
+}
+
 }  // namespace
-const LinearKernels linear_kernels = {bf16, int8_row, int_group, int_group};
+
+const LinearKernels linear_kernels = {bf16, int8_row, int8_group, int4_group};
+
 }  // namespace trivet::avx2

@@ -1,4 +1,5 @@
-// The functions of scalar.h on 8 lanes, bit for bit. Included by files compiled for AVX2 + FMA only.
+// The functions of scalar.h on 8 lanes, bit for bit. Included by files compiled for AVX2 + FMA
+// only.
 #pragma once
 #include <immintrin.h>
 
@@ -52,8 +53,8 @@ static inline __m256 log_ps(__m256 x) {
     const __m256i infinity = _mm256_set1_epi32(0x7f800000);
     const __m256 is_zero =
         _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(0x00800000), magnitude));
-    const __m256 is_nan = _mm256_castsi256_ps(_mm256_or_si256(
-        _mm256_srai_epi32(bits, 31), _mm256_cmpgt_epi32(magnitude, infinity)));
+    const __m256 is_nan = _mm256_castsi256_ps(
+        _mm256_or_si256(_mm256_srai_epi32(bits, 31), _mm256_cmpgt_epi32(magnitude, infinity)));
     const __m256 is_inf = _mm256_castsi256_ps(_mm256_cmpeq_epi32(bits, infinity));
     y = _mm256_blendv_ps(y, _mm256_castsi256_ps(infinity), is_inf);
     y = _mm256_blendv_ps(y, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), is_nan);

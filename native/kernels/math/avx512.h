@@ -57,8 +57,8 @@ static inline __m512 log_ps(__m512 x) {
     __m512i result = _mm512_castps_si512(y);
     result = _mm512_mask_mov_epi32(result, is_inf, infinity);
     result = _mm512_mask_mov_epi32(result, is_nan, _mm512_set1_epi32(0x7fc00000));
-    result = _mm512_mask_mov_epi32(result, is_zero,
-                                   _mm512_set1_epi32(static_cast<int>(0xff800000u)));
+    result =
+        _mm512_mask_mov_epi32(result, is_zero, _mm512_set1_epi32(static_cast<int>(0xff800000u)));
     return _mm512_castsi512_ps(result);
 }
 
@@ -78,14 +78,13 @@ static inline __m512i to_bf16_epi32(__m512 x) {
 }
 
 static inline void store_bf16(uint16_t* out, __m512 x) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out),
-                        _mm512_cvtepi32_epi16(to_bf16_epi32(x)));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm512_cvtepi32_epi16(to_bf16_epi32(x)));
 }
 
 // The contract's tree over 16 lanes: l[j] += l[j+8], then +4, +2, +1.
 static inline float tree_sum(__m512 lanes) {
-    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(lanes),
-                                       _mm512_extractf32x8_ps(lanes, 1));
+    const __m256 eight =
+        _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps(lanes, 1));
     const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
     const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));

@@ -18,8 +18,9 @@ static inline float bits_float(uint32_t bits) {
     return x;
 }
 
-// a * b + c rounded once. Without the instruction: the product is exact in double; the sum is rounded
-// to odd there (its error, found by two-sum, sets the last bit), so the second rounding is the only one.
+// a * b + c rounded once. Without the instruction: the product is exact in double; the sum is
+// rounded to odd there (its error, found by two-sum, sets the last bit), so the second rounding is
+// the only one.
 static inline float fma_f32(float a, float b, float c) {
 #if defined(__FMA__) || defined(__aarch64__)
     return __builtin_fmaf(a, b, c);
@@ -45,10 +46,13 @@ static inline uint16_t to_bf16(float x) {
     return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-static inline float from_bf16(uint16_t bits) { return bits_float(static_cast<uint32_t>(bits) << 16); }
+static inline float from_bf16(uint16_t bits) {
+    return bits_float(static_cast<uint32_t>(bits) << 16);
+}
 
-// exp(x): x clamped to [kExpLow, kExpHigh], n = round(x / ln 2), exp(x - n ln 2) by a polynomial (Cephes' coefficients),
-// times 2^n. Largest relative error 1.3e-7; results below the smallest normal are zero; NaN stays NaN.
+// exp(x): x clamped to [kExpLow, kExpHigh], n = round(x / ln 2), exp(x - n ln 2) by a polynomial
+// (Cephes' coefficients), times 2^n. Largest relative error 1.3e-7; results below the smallest
+// normal are zero; NaN stays NaN.
 static constexpr float kExpLow = -87.33654f, kExpHigh = 88.37626f;
 static constexpr float kLog2E = 1.44269504088896341f;
 static constexpr float kRoundMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
