@@ -31,6 +31,7 @@ from trivet.native.weights import hadamard_width
 
 MAGIC = b"TRIVETPK"
 FILE_VERSION = 1
+CONTRACT_VERSION = 1  # of the numerics contract (HACKING.md); part of every numerics_id
 MAX_HEADER_BYTES = 256 << 20
 TENSOR_ALIGN, PART_ALIGN = 4096, 64
 _PREAMBLE = struct.Struct("<8sIIQ")
@@ -131,9 +132,7 @@ class PackedWriter:
 
     def blob(self, data: NDArray[Any] | bytes, align: int = PART_ALIGN) -> int:
         """Append bytes at an aligned offset, which is returned."""
-        raw = (
-            memoryview(data) if isinstance(data, bytes) else memoryview(data.reshape(-1)).cast("B")
-        )
+        raw = memoryview(data) if isinstance(data, bytes) else data.reshape(-1).view(np.uint8).data
         self._at = _aligned(self._at, align)
         begin = self._at
         self._file.seek(begin)

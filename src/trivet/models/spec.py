@@ -135,7 +135,11 @@ def rope_frequencies(rope: RopeSpec, head_dim: int) -> tuple[NDArray[np.float64]
 def rope_tables(spec: ModelSpec) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Tables cos and sin, float32 [max_positions, head_dim / 2], computed in float64."""
     freqs, factor = rope_frequencies(spec.rope, spec.head_dim)
-    angles = np.arange(spec.max_positions, dtype=np.float64)[:, None] * freqs[None, :]
-    cos = (np.cos(angles) * factor).astype(np.float32)
-    sin = (np.sin(angles) * factor).astype(np.float32)
+    cos = np.empty((spec.max_positions, spec.head_dim // 2), np.float32)
+    sin = np.empty_like(cos)
+    for begin in range(0, spec.max_positions, 4096):
+        positions = np.arange(begin, min(begin + 4096, spec.max_positions), dtype=np.float64)
+        angles = positions[:, None] * freqs[None, :]
+        cos[begin : begin + 4096] = np.cos(angles) * factor
+        sin[begin : begin + 4096] = np.sin(angles) * factor
     return cos, sin

@@ -31,11 +31,17 @@ _RANGE_SHARES = (1.0, 0.94, 0.88, 0.81)  # zp and min: share of the range that t
 
 @dataclasses.dataclass(frozen=True)
 class Converted:
-    """A weight in its new format. ``rel_error``: Frobenius norm of the change over the source's."""
+    """A weight in its new format. ``error`` is the Frobenius norm of what changed, ``norm`` that of
+    the source (None when nothing changed and it was not needed)."""
 
     weight: WeightTensor
-    rel_error: float = 0.0
+    error: float = 0.0
+    norm: float | None = None
     note: str = ""
+
+    @property
+    def rel_error(self) -> float:
+        return self.error / self.norm if self.norm else 0.0
 
 
 @dataclasses.dataclass
@@ -156,7 +162,11 @@ def _without_extreme_codes(source: WeightTensor) -> Converted:
     codes = np.ascontiguousarray(padded[:, :k])
     weight = dataclasses.replace(source, codes=codes, scales=scales, exact=False)
     note = f"{int(bad.sum())} groups held the code -128 and were rounded to 127"
-    return Converted(weight, _relative_error(source, weight), note)
+    error = 0.0
+    for begin, end in _row_runs(*weight.shape):
+        want = float_rows(source, begin, end).astype(np.float64)
+        error += float(((float_rows(weight, begin, end) - want) ** 2).sum())
+    return Converted(weight, float(np.sqrt(error)), frobenius(source), note)
 
 
 def _row_runs(rows: int, columns: int) -> Iterator[tuple[int, int]]:
@@ -165,13 +175,12 @@ def _row_runs(rows: int, columns: int) -> Iterator[tuple[int, int]]:
         yield begin, min(begin + step, rows)
 
 
-def _relative_error(source: SourceTensor, weight: WeightTensor) -> float:
-    error = norm = 0.0
-    for begin, end in _row_runs(*weight.shape):
-        want = float_rows(source, begin, end).astype(np.float64)
-        error += float(((float_rows(weight, begin, end) - want) ** 2).sum())
-        norm += float((want**2).sum())
-    return float(np.sqrt(error / norm)) if norm else 0.0
+def frobenius(source: SourceTensor) -> float:
+    """The Frobenius norm of a tensor."""
+    total = 0.0
+    for begin, end in _row_runs(source.shape[0], source.shape[1]):
+        total += float((float_rows(source, begin, end).astype(np.float64) ** 2).sum())
+    return float(np.sqrt(total))
 
 
 def _rounded(source: SourceTensor, target: WeightFormat) -> Converted:
@@ -200,7 +209,7 @@ def _to_bf16(source: SourceTensor, kind: str) -> Converted:
         error += float(((kept - wide) ** 2).sum())
         norm += float((wide**2).sum())
     weight = WeightTensor(BF16, codes, exact=error == 0.0, source=kind)
-    return Converted(weight, float(np.sqrt(error / norm)) if norm else 0.0)
+    return Converted(weight, float(np.sqrt(error)), float(np.sqrt(norm)))
 
 
 def _to_int8_rows(source: SourceTensor, target: WeightFormat, kind: str) -> Converted:
@@ -221,7 +230,7 @@ def _to_int8_rows(source: SourceTensor, target: WeightFormat, kind: str) -> Conv
     if not np.isfinite(scales).all():
         raise QuantError("a value is too large for int8 rows")
     weight = WeightTensor(target, codes, scales, exact=error == 0.0, source=kind)
-    return Converted(weight, float(np.sqrt(error / norm)) if norm else 0.0)
+    return Converted(weight, float(np.sqrt(error)), float(np.sqrt(norm)))
 
 
 def _to_groups(source: SourceTensor, target: WeightFormat, kind: str) -> Converted:
@@ -270,7 +279,7 @@ def _grouped(
         error += float(((kept.reshape(end - begin, -1)[:, :k] - wide) ** 2).sum())
         norm += float((wide**2).sum())
     weight = WeightTensor(target, codes, scales, minima, zeros, exact=error == 0.0, source=kind)
-    return Converted(weight, float(np.sqrt(error / norm)) if norm else 0.0)
+    return Converted(weight, float(np.sqrt(error)), float(np.sqrt(norm)))
 
 
 def _solver(

@@ -1,0 +1,104 @@
+"""Where packed caches lie, when they are stale, and who may write one.
+
+A cache is found by its source's files (name, inode, size, modification time) and by what it holds.
+It lies in ``$TRIVET_CACHE`` when that is set, else beside the model in ``.trivet``, else (read-only
+or belonging to an installed package) in the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trivet.checkpoint.packed import CONTRACT_VERSION, PackedFile
+from trivet.checkpoint.source import ModelSource
+from trivet.errors import CheckpointError, ConfigError
+
+PACKER_VERSION = 1  # raised whenever packing the same file would give other bytes
+CACHE_VARIABLE = "TRIVET_CACHE"
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+def cache_key(source: ModelSource, requested: str) -> dict[str, Any]:
+    """What a cache must say of itself to serve this model in this form; plain JSON values."""
+    files = []
+    for path in source.files:
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise CheckpointError(path, f"cannot be read: {error.strerror or error}") from None
+        files.append([path.name, status.st_ino, status.st_size, status.st_mtime_ns])
+    return {
+        "path": str(source.path.resolve()),
+        "files": files,
+        "weights": requested,
+        "contract": CONTRACT_VERSION,
+        "packer": PACKER_VERSION,
+    }
+
+
+def cache_paths(source: ModelSource, requested: str) -> list[Path]:
+    """Places where the cache may be, best first. Raises ConfigError: TRIVET_CACHE is not a folder."""
+    stem = re.sub(r"[^\w.-]+", "_", source.name)[:80]
+    resolved = source.path.resolve()
+    digest = hashlib.sha256(str(resolved).encode()).hexdigest()[:8]
+    shared_name = f"{stem}-{digest}.{requested}.trivet"
+    chosen = os.environ.get(CACHE_VARIABLE)
+    if chosen:
+        if Path(chosen).exists() and not Path(chosen).is_dir():
+            raise ConfigError(CACHE_VARIABLE, chosen, "a folder")
+        return [Path(chosen) / shared_name]
+    home = os.environ.get("XDG_CACHE_HOME")
+    user = (Path(home) if home else Path.home() / ".cache") / "trivet" / shared_name
+    if any(part in _INSTALLED for part in resolved.parts):
+        return [user]
+    parent = resolved if source.kind == "hf" else resolved.parent
+    return [parent / ".trivet" / f"{stem}.{requested}.trivet", user]
+
+
+def find_cache(paths: list[Path], key: dict[str, Any]) -> tuple[PackedFile | None, str | None]:
+    """The first sound, current cache; else None and why those that exist cannot serve."""
+    reason = None
+    for path in paths:
+        if not path.exists():
+            continue
+        try:
+            packed = PackedFile.open(path)
+        except CheckpointError as error:
+            reason = error.reason
+            continue
+        if packed.header.get("key") == key:
+            return packed, None
+        reason = "the model has changed" if reason is None else reason
+    return None, reason
+
+
+@contextlib.contextmanager
+def writing(paths: list[Path]) -> Iterator[Path]:
+    """The first place that can be written, held by an exclusive lock of this process.
+
+    A second process waits here and then finds the cache. Raises CheckpointError: no place works.
+    """
+    problem = "no place"
+    for path in paths:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = path.with_name(f".{path.name}.lock").open("wb")
+        except OSError as error:
+            problem = f"{path.parent} cannot be written: {error.strerror or error}"
+            continue
+        with lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for left in path.parent.glob(f".{path.name}.*.tmp"):
+                left.unlink(missing_ok=True)  # of a process that died while packing
+            yield path
+        return
+    raise CheckpointError(
+        paths[-1], f"the packed cache has no place ({problem}); set {CACHE_VARIABLE} to a folder"
+    )
