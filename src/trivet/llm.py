@@ -258,12 +258,11 @@ class LLM:
             draft_tokens=draft_tokens if draft != "off" else 0,
         )
         self._arena = self._model.new_arena(self.plan.num_pages)
-        self._engine = self._model.new_engine(
-            dataclasses.replace(
-                limits, max_model_len=self.plan.max_model_len, num_pages=self.plan.num_pages
-            ),
-            self._arena,
+        engine_config = dataclasses.replace(
+            limits, max_model_len=self.plan.max_model_len, num_pages=self.plan.num_pages
         )
+        drafter = self._model.new_drafter(engine_config, self._arena)
+        self._engine = self._model.new_engine(engine_config, self._arena, drafter)
         self._choices: dict[str, _Choice] = {}
         self._ids = itertools.count()
         self._is_closed = False

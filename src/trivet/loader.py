@@ -5,20 +5,27 @@ The one place that puts the parts together for the in-process users (`trivet.LLM
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trivet.config import EngineConfig, MemoryConfig, ModelConfig
+from trivet.errors import ConfigError
 from trivet.sizing import MachineMemory, MemoryPlan, available_threads, plan_memory
 
 if TYPE_CHECKING:
     from trivet.checkpoint import Tokenizer
-    from trivet.engine import Engine
+    from trivet.engine import Drafter, Engine
+    from trivet.engine.step_time import StepTime
     from trivet.native import Arena, ModelRunner
     from trivet.quant import PackedModel
 
 Progress = Callable[[str, int, int], None]
+_STEP_TIME_S = 1.5  # time spent on measuring step times, once per model and machine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,12 +81,51 @@ class LoadedModel:
             machine=machine,
         )
 
-    def new_engine(self, config: EngineConfig, arena: Arena) -> Engine:
-        """An engine over this runner with the drafter its config names."""
-        from trivet.engine import Engine
+    def step_time(self, arena: Arena) -> StepTime:
+        """The step-time model of this model on this machine: measured once, kept beside the cache.
+
+        arena  not in use by an engine; its pages are overwritten while measuring
+        """
+        from trivet.engine import step_time
+
+        key = f"{self.runner.numerics_id} {self.config.kv.value} threads={self.threads} {_cpu()}"
+        digest = hashlib.sha256(key.encode()).hexdigest()[:12]
+        path = self.packed.path.with_name(f"{self.packed.path.name}.{digest}.steps.json")
+        try:
+            known = step_time.StepTime.load(path, key)
+        except ConfigError:
+            known = None  # not ours or damaged: measured again
+        if known is not None:
+            return known
+        measured = step_time.measure(self.runner, arena, time.perf_counter, budget_s=_STEP_TIME_S)
+        fitted = step_time.fit(measured, key)
+        with contextlib.suppress(OSError):  # a read-only cache: measured again next time
+            fitted.save(path)
+        return fitted
+
+    def new_drafter(self, config: EngineConfig, arena: Arena) -> Drafter | None:
+        """The drafter that ``config.draft`` names, under the controller; None for ``off``."""
         from trivet.speculate import make_drafter
 
-        return Engine(self.runner, arena, config, make_drafter(config))
+        return make_drafter(config, None if config.draft == "off" else self.step_time(arena))
+
+    def new_engine(self, config: EngineConfig, arena: Arena, drafter: Drafter | None) -> Engine:
+        """An engine over this runner."""
+        from trivet.engine import Engine
+
+        return Engine(self.runner, arena, config, drafter)
+
+
+def _cpu() -> str:
+    """What step times depend on besides the model: the processor and the ISA level."""
+    from trivet import native
+
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line]
+    return f"{names[0] if names else 'unknown'} {native.isa_report().active}"
 
 
 def load_model(config: ModelConfig, progress: Progress | None = None) -> LoadedModel:

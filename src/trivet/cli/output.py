@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from trivet.json_values import plain
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -129,23 +131,6 @@ class _Bar:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
-
-
-def plain(value: Any) -> Any:
-    """``value`` as JSON has it: mappings, lists, numbers; infinite and NaN become null."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, bool) or value is None:
-        return value
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if hasattr(value, "item"):
-        return plain(value.item())
-    return str(value)
 
 
 def number(value: float | None, digits: int = 3) -> str | None:

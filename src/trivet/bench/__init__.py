@@ -1,0 +1,27 @@
+"""Speed: what one configuration reaches, and what each technique adds.
+
+prompts.py  natural text to measure with
+measure.py  run an engine and record when tokens came
+session.py  one model under measurement
+process.py  the process it lives in
+ceiling.py  bandwidth and arithmetic to hold a speed against
+engine.py   `bench engine`
+ladder.py   technique after technique, with quality at every rung
+report.py   the ladder's report
+"""
+
+from __future__ import annotations
+
+from trivet.bench.engine import EngineBench, bench_engine
+from trivet.bench.ladder import Ladder, LadderOptions, Rung, climb
+from trivet.bench.report import write_report
+
+__all__ = [
+    "EngineBench",
+    "Ladder",
+    "LadderOptions",
+    "Rung",
+    "bench_engine",
+    "climb",
+    "write_report",
+]

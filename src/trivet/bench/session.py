@@ -1,0 +1,261 @@
+"""One model under measurement in this process: engines for the asked settings, one run at a time.
+
+Lives in the measured process (see `trivet.bench.process`); every method returns plain JSON values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trivet.bench.measure import (
+    BatchRun,
+    MixedLoad,
+    RecordingDrafter,
+    are_identical,
+    decode_ratio,
+    draft_figures,
+    run_batch,
+    run_mixed,
+)
+from trivet.bench.prompts import NaturalText, read_prompts
+from trivet.config import PAGE_TOKENS, EngineConfig, KVFormat, ModelConfig
+from trivet.engine import pages_needed
+from trivet.errors import ConfigError
+from trivet.loader import LoadedModel, load_model
+from trivet.native.api import Arena, StepInput
+from trivet.request import SamplingParams
+
+ROWS_CONTEXT = 128  # context at which `step_rows` measures
+_ROWS_ROUNDS = 15
+_WARMUP_TOKENS = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchJob:
+    """A batch to run. ``prompts`` are token ids; ``batch`` of them run at the same time.
+
+    max_prefill_chunk  None: whole prompts
+    ignore_eos         run to output_tokens whatever the model says
+    """
+
+    prompts: list[list[int]]
+    batch: int
+    output_tokens: int
+    temperature: float = 0.0
+    seed: int = 0
+    ignore_eos: bool = True
+    draft: str = "off"
+    draft_tokens: int = 4
+    max_step_tokens: int = 512
+    max_prefill_chunk: int | None = 256
+
+    @property
+    def longest(self) -> int:
+        return max(len(prompt) for prompt in self.prompts) + self.output_tokens
+
+
+class Session:
+    """A loaded model and an arena that grows with the jobs."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.model: LoadedModel = load_model(config)
+        self._arena: Arena | None = None
+        self._text: NaturalText | None = None
+        # A step through the whole model: ready means that the next request is served at once.
+        self.step_rows([1], rounds=1)
+
+    def describe(self) -> dict[str, Any]:
+        """Facts about what runs."""
+        from trivet import native
+
+        return {
+            "isa": native.isa_report().active,
+            "weights": self.model.weights_form,
+            "kv": self.model.config.kv.value,
+            "threads": self.model.threads,
+            "weight_bytes": self.model.packed.weight_bytes,
+            "kv_bytes_per_token": self.model.kv_bytes_per_token,
+            "num_parameters": self.model.packed.spec.num_parameters,
+            "max_positions": self.model.runner.max_positions,
+            "step_bytes": step_bytes(self.model),
+            "numerics_id": self.model.runner.numerics_id,
+        }
+
+    def natural_prompts(self, count: int, num_tokens: int, salt: int = 0) -> list[list[int]]:
+        """Distinct prompts of the built-in corpora."""
+        if self._text is None:
+            self._text = NaturalText(self.model.tokenizer)
+        return self._text.prompts(count, num_tokens, salt=salt)
+
+    def file_prompts(self, path: str) -> list[list[int]]:
+        """Prompts of a JSONL file."""
+        return read_prompts(Path(path), self.model.tokenizer)
+
+    def run(self, job: BatchJob) -> tuple[BatchRun, str]:
+        """Run a batch on a fresh engine; returns the run and the drafter's name."""
+        config = EngineConfig(
+            max_model_len=self._checked_length(job.longest),
+            num_pages=pages_needed(job.longest) * job.batch,
+            max_num_seqs=job.batch,
+            max_step_tokens=max(job.max_step_tokens, job.batch),
+            max_prefill_chunk=job.max_prefill_chunk,
+            max_waiting=len(job.prompts),
+            prefix_cache=False,
+            draft=job.draft,
+            draft_tokens=job.draft_tokens,
+        )
+        arena = self._arena_of(config.num_pages)
+        drafter = self.model.new_drafter(config, arena)
+        recorder = None if drafter is None else RecordingDrafter(drafter)
+        engine = self.model.new_engine(config, arena, recorder)
+        params = SamplingParams(
+            max_tokens=job.output_tokens,
+            temperature=job.temperature,
+            seed=job.seed,
+            ignore_eos=job.ignore_eos,
+        )
+        run = run_batch(engine, job.prompts, params, recorder)
+        return run, "off" if drafter is None else drafter.name
+
+    def warm_up(self, job: BatchJob) -> None:
+        """Touch what a job will touch: pages, step times and threads."""
+        short = dataclasses.replace(
+            job,
+            prompts=job.prompts[: job.batch],
+            output_tokens=min(_WARMUP_TOKENS, job.output_tokens),
+        )
+        self.run(short)
+
+    def batch(self, job: BatchJob) -> dict[str, Any]:
+        """The figures of one run, with the text's hash and, under speculation, the drafts'."""
+        run, drafter = self.run(job)
+        result: dict[str, Any] = dict(run.figures())
+        result["token_ids"] = [trace.token_ids for trace in run.traces]
+        if job.draft != "off":
+            result["draft"] = draft_figures(run.traces).as_json() | {"drafter": drafter}
+        result["peak_rss_bytes"] = peak_rss_bytes()
+        return result
+
+    def compare_draft(self, job: BatchJob, off_first: bool) -> dict[str, Any]:
+        """One paired run without and with speculation; figures are those with it."""
+        plain_job = dataclasses.replace(job, draft="off")
+        if off_first:
+            plain, _ = self.run(plain_job)
+            drafted, drafter = self.run(job)
+        else:
+            drafted, drafter = self.run(job)
+            plain, _ = self.run(plain_job)
+        return {
+            **drafted.figures(),
+            "off": plain.figures(),
+            "speedup": decode_ratio(plain, drafted),
+            "identical": are_identical(plain, drafted),
+            "draft": draft_figures(drafted.traces).as_json() | {"drafter": drafter},
+            "peak_rss_bytes": peak_rss_bytes(),
+        }
+
+    def mixed(
+        self, load: MixedLoad, chat_tokens: int, long_tokens: int, max_prefill_chunk: int | None
+    ) -> dict[str, Any]:
+        """Run the mixed load with one setting of chunked prefill."""
+        chats = self.natural_prompts(16, chat_tokens, salt=1)
+        longs = self.natural_prompts(8, long_tokens, salt=2)
+        longest = max(chat_tokens + load.chat_output_tokens, long_tokens + load.long_output_tokens)
+        config = EngineConfig(
+            max_model_len=self._checked_length(longest),
+            num_pages=pages_needed(longest) * (load.streams + 4),
+            max_num_seqs=load.streams + 4,
+            max_step_tokens=long_tokens + load.streams + 4
+            if max_prefill_chunk is None
+            else max_prefill_chunk + load.streams + 4,
+            max_prefill_chunk=max_prefill_chunk,
+            prefix_cache=False,
+        )
+        engine = self.model.new_engine(config, self._arena_of(config.num_pages), None)
+        result: dict[str, Any] = dict(run_mixed(engine, chats, longs, load))
+        result["peak_rss_bytes"] = peak_rss_bytes()
+        return result
+
+    def step_rows(self, rows: Sequence[int], rounds: int = _ROWS_ROUNDS) -> dict[int, float]:
+        """Median seconds of a step of n rows of one request at context 128, all n with logits.
+
+        The counts are interleaved, so that a disturbance does not fall on one of them alone.
+        """
+        pages = pages_needed(ROWS_CONTEXT + max(rows))
+        arena = self._arena_of(pages)
+        table = np.arange(pages, dtype=np.int32)[None, :]
+        runner = self.model.runner
+        context = min(ROWS_CONTEXT, runner.max_positions - max(rows))
+        if context < 0:
+            raise ConfigError(
+                "rows", max(rows), f"up to {runner.max_positions}, the model's context"
+            )
+        times: dict[int, list[float]] = {count: [] for count in rows}
+        for _ in range(rounds):
+            for count in rows:
+                step = StepInput(
+                    tokens=np.arange(count, dtype=np.int32) % runner.vocab_size,
+                    segments=np.array([[0, count, context, 0]], np.int32),
+                    page_tables=table,
+                    logit_rows=np.arange(count, dtype=np.int32),
+                )
+                begin = time.perf_counter()
+                runner.forward(step, arena)
+                times[count].append(time.perf_counter() - begin)
+        return {count: statistics.median(values) for count, values in times.items()}
+
+    def bandwidth(self) -> float:
+        """Bytes per second of a plain read with the runner's threads."""
+        from trivet import native
+
+        return float(native.stream_bandwidth(self.model.threads))
+
+    def _checked_length(self, length: int) -> int:
+        limit = self.model.runner.max_positions
+        if length > limit:
+            raise ConfigError(
+                "prompt_tokens + output_tokens", length, f"up to {limit}, the model's context"
+            )
+        return length
+
+    def _arena_of(self, num_pages: int) -> Arena:
+        if self._arena is None or self._arena.num_pages < num_pages:
+            self._arena = None
+            self._arena = self.model.new_arena(num_pages)
+        return self._arena
+
+
+def step_bytes(model: LoadedModel) -> int:
+    """Weight bytes one decode step reads: all but an embedding table that is not also the head."""
+    embed = model.packed.tensors.get("embed")
+    if embed is None:
+        return model.packed.weight_bytes
+    return model.packed.weight_bytes - embed.n_padded * embed.k_padded * (
+        2 if embed.kind == "bf16" else 1
+    )
+
+
+def peak_rss_bytes() -> int:
+    """Most memory this process has held, shared mappings included.
+
+    For a single process that equals its peak PSS when nobody else maps the same files.
+    """
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def make_config(fields: dict[str, Any]) -> ModelConfig:
+    """A ModelConfig from JSON values."""
+    return ModelConfig(**{**fields, "kv": KVFormat.parse(fields.get("kv", "bf16"))})
+
+
+assert ROWS_CONTEXT % PAGE_TOKENS == 0, "the rows' context is a whole number of pages"

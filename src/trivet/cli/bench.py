@@ -1,0 +1,166 @@
+"""`trivet bench engine`: speeds of one configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trivet.cli import options
+from trivet.cli.output import Output, number
+
+app = typer.Typer(help="Measure speed.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.callback()
+def _bench() -> None:
+    """Measure speed."""
+
+
+@app.command("engine")
+def engine(
+    model: options.ModelArgument,
+    weights: options.Weights = None,
+    kv: options.KV = None,
+    batch: Annotated[int, typer.Option(metavar="B", help="Requests at the same time.")] = 1,
+    prompt_tokens: Annotated[
+        int, typer.Option(metavar="P", help="Tokens of each prompt, of natural text.")
+    ] = 128,
+    output_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens produced each.")] = 128,
+    repeat: Annotated[int, typer.Option(metavar="R", help="Runs; medians are reported.")] = 5,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="JSONL with prompt, messages or turns, instead of --prompt-tokens; requests then "
+            "stop at the end token.",
+        ),
+    ] = None,
+    draft: options.Draft = None,
+    draft_tokens: Annotated[
+        str | None,
+        typer.Option(
+            "--draft-tokens",
+            "--num-speculative-tokens",
+            metavar="K",
+            help="Most draft tokens of a request in one step; auto: up to 8, as they pay.",
+        ),
+    ] = None,
+    temperature: Annotated[float, typer.Option(metavar="T")] = 0.0,
+    seed: Annotated[int, typer.Option(metavar="S")] = 0,
+    rows: Annotated[
+        str | None,
+        typer.Option(metavar="N,N,...", help="Step time of n rows of one request over one row's."),
+    ] = None,
+    threads: options.Threads = None,
+    max_step_tokens: options.MaxStepTokens = None,
+    max_prefill_chunk: options.MaxPrefillChunk = None,
+    json: options.Json = False,
+) -> int:
+    """Measure one configuration alone on the machine: medians over --repeat runs."""
+    from trivet.bench.engine import AUTO_DRAFT_TOKENS, EngineBench, bench_engine
+    from trivet.config import KVFormat, ModelConfig
+    from trivet.errors import ConfigError
+    from trivet.sizing import format_bytes
+
+    name, chosen = options.settings(
+        model,
+        weights=weights,
+        kv=kv,
+        threads=threads,
+        draft=draft,
+        max_step_tokens=max_step_tokens,
+        max_prefill_chunk=max_prefill_chunk,
+    )
+    config = ModelConfig(
+        model=name,
+        kv=KVFormat.parse(chosen.pop("kv", "bf16")),
+        **{key: chosen.pop(key) for key in ("weights", "threads") if key in chosen},
+    )
+    if draft_tokens == "auto":
+        chosen["draft_tokens"] = AUTO_DRAFT_TOKENS
+    elif draft_tokens is not None:
+        if not draft_tokens.isdigit():
+            raise ConfigError("draft_tokens", draft_tokens, "auto, or an integer >= 1")
+        chosen["draft_tokens"] = int(draft_tokens)
+    if chosen.get("draft", "off") not in ("off", "ngram"):
+        raise ConfigError("draft", chosen["draft"], "off, ngram")
+    if chosen.get("max_prefill_chunk") == 0:
+        chosen["max_prefill_chunk"] = None
+    bench = EngineBench(
+        batch=batch,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        repeat=repeat,
+        prompts_file=None if prompts is None else str(prompts),
+        temperature=temperature,
+        seed=seed,
+        rows=None if rows is None else _parse_rows(rows),
+        **chosen,
+    )
+    out = Output(json)
+    with out.loading() as loading, out.progress("bench engine", 1.0) as advance:
+        result = bench_engine(config, bench, loading=loading, progress=advance)
+    spread = result["spread"]
+    rates = [
+        ("decode", "decode_tok_s", "tok/s"),
+        ("prefill", "prefill_tok_s", "tok/s"),
+        ("output, prefill included", "out_tok_s", "tok/s"),
+        ("first token", "ttft_s", "s"),
+        ("per output token", "tpot_s", "s"),
+        ("start, cached", "start_s", "s"),
+    ]
+    rows_shown: list[tuple[object, ...]] = [
+        (
+            label,
+            number(result[key], 4),
+            unit,
+            "" if not spread[key] else " to ".join(str(number(v, 4)) for v in spread[key]),
+        )
+        for label, key, unit in rates
+    ]
+    rows_shown += [
+        ("peak memory", format_bytes(result["peak_rss_bytes"]), "", ""),
+        ("weights", format_bytes(result["weight_bytes"]), "", ""),
+        ("KV per token", format_bytes(result["kv_bytes_per_token"]), "", ""),
+        ("bandwidth used (mbu)", number(result["mbu"]), "", ""),
+        ("arithmetic used (mfu)", number(result["mfu"]), "", ""),
+    ]
+    if "speedup" in result:
+        rows_shown += [
+            (
+                label,
+                number(result[key]) if not isinstance(result[key], bool) else result[key],
+                "",
+                "",
+            )
+            for label, key in (
+                ("speedup of speculation", "speedup"),
+                ("predicted", "predicted_speedup"),
+                ("same text", "identical"),
+                ("alpha", "alpha"),
+                ("mean accepted length", "mean_accepted_length"),
+                ("looped share", "looped_share"),
+            )
+        ]
+    for count, ratio in result.get("step_time_ratio", {}).items():
+        rows_shown.append((f"step of {count} rows over one", number(ratio), "", ""))
+    out.table(
+        f"{name}  weights {result['weights']}  kv {result['kv']}  {result['threads']} threads  "
+        f"{result['isa']}  batch {result['batch']}  {number(result['prompt_tokens'], 4)} in  "
+        f"{result['output_tokens']} out  {result['repeat']} runs",
+        ("", "median", "", "low to high"),
+        rows_shown,
+    )
+    out.result(result)
+    return 0
+
+
+def _parse_rows(text: str) -> tuple[int, ...]:
+    from trivet.errors import ConfigError
+
+    parts = text.split(",")
+    if not all(part.strip().isdigit() for part in parts):
+        raise ConfigError("rows", text, "integers with commas between them, e.g. 1,2,4,8,16")
+    return tuple(int(part) for part in parts)

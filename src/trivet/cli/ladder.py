@@ -1,0 +1,142 @@
+"""`trivet ladder`: make a model faster, rung by rung, with quality beside speed."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trivet.cli import options
+from trivet.cli.output import Output, number
+
+if TYPE_CHECKING:
+    from trivet.bench.ladder import Rung
+
+
+def ladder(
+    model: options.ModelArgument,
+    out_folder: Annotated[
+        Path,
+        typer.Option(
+            "-o",
+            "--out",
+            metavar="OUT",
+            help="Folder for the report and the recipe.",
+            show_default=False,
+        ),
+    ],
+    rungs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Out of bf16,w8a8,w4,int8-kv,ngram,chunked-prefill.  [default: all]",
+        ),
+    ] = None,
+    gate: Annotated[
+        str, typer.Option(metavar="G", help="fast, full, or off: quality is not measured.")
+    ] = "fast",
+    budget: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Time for all rungs; packing comes on top.")
+    ] = 600.0,
+    corpus: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Text file; once for each.  [default: pydoc-topics and stdlib-source]",
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(metavar="M", help="Tokens scored of each corpus.  [default: by budget]"),
+    ] = None,
+    threads: options.Threads = None,
+    json: options.Json = False,
+) -> int:
+    """Make a model faster, rung by rung, with quality beside speed.
+
+    Writes report.html, report.json and recipe.toml, which `trivet serve` takes in the place of MODEL.
+    """
+    from trivet.bench.ladder import RUNGS, LadderOptions, climb
+    from trivet.bench.report import check_folder, summary_line, write_report
+
+    name, chosen = options.settings(model, threads=threads)
+    wanted = RUNGS if rungs is None else tuple(part.strip() for part in rungs.split(","))
+    asked = LadderOptions(
+        model=name,
+        rungs=wanted,
+        gate=gate,
+        budget_s=budget,
+        threads=chosen.get("threads"),
+        corpora=tuple(corpus or ()),
+        max_tokens=max_tokens,
+    )
+    check_folder(out_folder)
+    out = Output(json)
+    shown: list[Rung] = []
+    with out.loading() as loading, out.progress("ladder", 1.0) as advance:
+        before = 0.0
+
+        def progress(label: str, share: float) -> None:
+            nonlocal before
+            advance(share - before)
+            before = share
+
+        def on_rung(rung: Rung) -> None:
+            shown.append(rung)
+            out.note(_line(rung))
+
+        result = climb(asked, loading=loading, progress=progress, on_rung=on_rung)
+    paths = write_report(result, out_folder)
+    _print_table(out, result.model, shown)
+    out.note(summary_line(result))
+    recipe = shlex.quote(str(paths["recipe.toml"]))
+    out.note(f"Report:    {paths['report.html']}")
+    out.note(f"Serve it:  trivet serve {recipe}")
+    out.note(f"Try it:    trivet chat {recipe}")
+    out.result(
+        {
+            **result.as_json(),
+            "recipe": str(paths["recipe.toml"]),
+            "report": str(paths["report.html"]),
+        }
+    )
+    return 0
+
+
+def _line(rung: Rung) -> str:
+    mark = "+" if rung.in_recipe else "-"
+    return f"{mark} {rung.name:<16} {rung.change}: {rung.reason}"
+
+
+def _print_table(out: Output, model: str, rungs: list[Rung]) -> None:
+    from trivet.sizing import format_bytes
+
+    rows = []
+    for rung in rungs:
+        deltas = [q.delta_ppl for q in rung.quality.corpora] if rung.quality is not None else []
+        known = [delta for delta in deltas if delta is not None]
+        overall = rung.quality.overall if rung.quality is not None else None
+        rows.append(
+            (
+                rung.name,
+                number(None if rung.ttft_s is None else 1000 * rung.ttft_s),
+                number(None if rung.tpot_s is None else 1000 * rung.tpot_s),
+                number(rung.out_tok_s),
+                format_bytes(rung.peak_rss_bytes) if rung.peak_rss_bytes else None,
+                f"{max(known):+.3f}" if known else None,
+                number(overall.mean_kl) if overall is not None else None,
+                _gain(rung.gain_over_previous),
+                _gain(rung.gain_over_baseline),
+                "yes" if rung.in_recipe else "no",
+            )
+        )
+    heads = (
+        "rung", "TTFT ms", "TPOT ms", "out tok/s", "memory", "delta ppl", "KL", "gain", "total", "in",
+    )  # fmt: skip
+    out.table(model, heads, rows)
+
+
+def _gain(value: float | None) -> str | None:
+    return None if value is None else f"x{value:.2f}"
