@@ -640,7 +640,7 @@ def _calibrate(process: EngineProcess) -> _Speeds:
 
 
 def _form(model: LoadedModel) -> tuple[str, bool]:
-    is_exact = all(tensor.exact for tensor in model.packed.tensors.values())
+    is_exact = all(tensor.exact for tensor in model.packed.report)
     return model.weights_form, is_exact
 
 

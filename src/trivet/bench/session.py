@@ -235,11 +235,7 @@ class Session:
 def step_bytes(model: LoadedModel) -> int:
     """Weight bytes one decode step reads: all but an embedding table that is not also the head."""
     embed = model.packed.tensors.get("embed")
-    if embed is None:
-        return model.packed.weight_bytes
-    return model.packed.weight_bytes - embed.n_padded * embed.k_padded * (
-        2 if embed.kind == "bf16" else 1
-    )
+    return model.packed.weight_bytes - (embed.num_bytes if embed is not None else 0)
 
 
 def peak_rss_bytes() -> int:

@@ -109,19 +109,10 @@ def _model(out: Output, model: str, **given: Any) -> dict[str, Any]:
             ("packed cache", packed.path),
         ],
     )
-    tensors = [
-        {
-            "name": tensor.name,
-            "kind": tensor.kind,
-            "source": tensor.source,
-            "exact": tensor.exact,
-            "rel_error": tensor.rel_error,
-        }
-        for tensor in packed.tensors.values()
-    ]
+    tensors = [dataclasses.asdict(tensor) for tensor in packed.report]
     groups: dict[tuple[Any, ...], list[Any]] = {}
-    for tensor in packed.tensors.values():
-        key = (_role(tensor.name), tensor.source, tensor.kind, tensor.exact)
+    for tensor in packed.report:
+        key = (_role(tensor.name), tensor.source, tensor.form, tensor.exact)
         groups.setdefault(key, []).append(tensor)
     out.table(
         "",
@@ -131,13 +122,15 @@ def _model(out: Output, model: str, **given: Any) -> dict[str, Any]:
                 role,
                 len(members),
                 source,
-                kind,
+                form,
                 "exact" if exact else "requantized",
-                f"{max(t.rel_error or 0.0 for t in members):.4f}",
+                f"{max(tensor.rel_error for tensor in members):.4f}",
             )
-            for (role, source, kind, exact), members in groups.items()
+            for (role, source, form, exact), members in groups.items()
         ],
     )
+    for note in packed.notes:
+        out.note(note)
     plan = loaded.plan(memory, max_num_seqs=chosen.get("max_num_seqs", 32), max_step_tokens=512)
     out.tables.print(render_plan(plan), highlight=False)
     return {
@@ -151,7 +144,8 @@ def _model(out: Output, model: str, **given: Any) -> dict[str, Any]:
         "numerics_id": loaded.runner.numerics_id,
         "packed_cache": str(packed.path),
         "tensors": tensors,
-        "is_exact": all(tensor["exact"] for tensor in tensors),
+        "is_exact": all(tensor.exact for tensor in packed.report),
+        "notes": list(packed.notes),
         "memory_plan": plan.as_json(),
     }
 

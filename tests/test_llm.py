@@ -1,0 +1,181 @@
+"""The in-process engine: same tokens however it is asked, stop strings, errors, nothing left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from support.engine_driver import assert_idle
+from support.toy_model import load_toy_model
+from trivet.errors import ConfigError, EngineError, RequestError
+from trivet.llm import LLM, GenerationOutput
+from trivet.request import SamplingParams
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, seed=1, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def _toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trivet.llm.load_model", load_toy_model)
+
+
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    with LLM("toy", max_model_len=256, max_num_seqs=4) as model:
+        yield model
+        assert_idle(model._engine)
+
+
+def _one(outputs: list[GenerationOutput]) -> GenerationOutput:
+    [output] = outputs
+    return output
+
+
+def test_text_and_ids_of_the_same_prompt_agree(llm: LLM) -> None:
+    text = "hello there"
+    ids = llm.model.tokenizer.encode(text)
+    from_text = _one(llm.generate(text, GREEDY))
+    from_ids = _one(llm.generate(ids, GREEDY))
+    assert from_text.token_ids == from_ids.token_ids
+    assert from_text.prompt_token_ids == ids
+    assert from_text.text == llm.model.tokenizer.decode(from_text.token_ids)
+    assert from_text.usage.total_tokens == len(ids) + 24
+    assert from_text.finish_reason == "length"
+
+
+def test_a_list_of_prompts_gives_what_each_gives_alone(llm: LLM) -> None:
+    prompts = [f"prompt number {'abcdefghij'[i]}" for i in range(10)]
+    together = llm.generate(prompts, GREEDY)
+    alone = [_one(llm.generate(prompt, GREEDY)) for prompt in prompts]
+    assert [o.token_ids for o in together] == [o.token_ids for o in alone]
+
+
+def test_choices_of_one_prompt_differ_and_are_repeatable(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=24, temperature=1.5, seed=7, ignore_eos=True)
+    first, again = llm.generate("abc", params, n=3), llm.generate("abc", params, n=3)
+    assert [o.choice_index for o in first] == [0, 1, 2]
+    assert len({tuple(o.token_ids) for o in first}) == 3
+    assert [o.token_ids for o in first] == [o.token_ids for o in again]
+
+
+def test_a_seed_is_drawn_and_returned(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=16, temperature=1.5, ignore_eos=True)
+    output = _one(llm.generate("abc", params))
+    seeded = SamplingParams(max_tokens=16, temperature=1.5, ignore_eos=True, seed=output.seed)
+    assert _one(llm.generate("abc", seeded)).token_ids == output.token_ids
+
+
+def test_stream_adds_up_to_generate(llm: LLM) -> None:
+    whole = _one(llm.generate("stream me", GREEDY))
+    deltas = list(llm.stream("stream me", GREEDY))
+    assert "".join(delta.text for delta in deltas) == whole.text
+    assert [i for delta in deltas for i in delta.token_ids] == whole.token_ids
+    assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
+    last = deltas[-1].output
+    assert last is not None
+    assert last.text == whole.text
+
+
+def test_leaving_a_stream_cancels_the_request(llm: LLM) -> None:
+    for delta in llm.stream("stream me", GREEDY):
+        assert delta.token_ids
+        break
+    assert _one(llm.generate("abc", GREEDY)).finish_reason == "length"
+
+
+@pytest.mark.parametrize("draft", ["off", "ngram"])
+def test_a_stop_string_ends_text_and_tokens_at_the_same_place(draft: str) -> None:
+    with LLM("toy", max_model_len=256, max_num_seqs=4, draft=draft) as model:
+        whole = _one(model.generate("stop here", GREEDY))
+        stop = whole.text[5:8]
+        cut = whole.text.index(stop)
+        output = _one(model.generate("stop here", GREEDY, stop=stop))
+        assert output.text == whole.text[:cut]
+        assert output.token_ids == whole.token_ids[: cut + len(stop)]
+        assert output.usage.completion_tokens == len(output.token_ids)
+        assert (output.finish_reason, output.stop_string) == ("stop", stop)
+        assert_idle(model._engine)
+
+
+def test_speculation_changes_no_token() -> None:
+    prompts = [f"{letter}bab{letter}b" * 3 for letter in "cdefgh"]
+    params = SamplingParams(max_tokens=64, temperature=0.9, seed=3, ignore_eos=True)
+    with (
+        LLM("toy", max_model_len=256) as plain,
+        LLM("toy", max_model_len=256, draft="ngram") as fast,
+    ):
+        expected = [o.token_ids for o in plain.generate(prompts, params)]
+        outputs = fast.generate(prompts, params)
+    assert [o.token_ids for o in outputs] == expected
+    assert sum(o.timing.draft_tokens for o in outputs) > 0
+
+
+def test_logprobs_are_parallel_to_tokens(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=8, temperature=0.0, seed=0, logprobs=2, ignore_eos=True)
+    output = _one(llm.generate("abc", params))
+    assert output.logprobs is not None
+    assert [entry.token_id for entry in output.logprobs] == output.token_ids
+    assert all(len(entry.top_ids) == 2 for entry in output.logprobs)
+
+
+def test_score_gives_each_token_its_logprob(llm: LLM) -> None:
+    short, long = llm.score(["abcd", "abcde"])
+    assert short[0] is None
+    assert len(long) == 5
+    assert long[:4] == short
+    assert all(value is not None and value < 0 for value in long[1:])
+
+
+def test_chat_applies_the_template(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    output = llm.chat(messages, GREEDY)
+    ids = llm.model.tokenizer.encode("user: hi\nassistant:")
+    assert output.prompt_token_ids == ids
+    assert output.token_ids == _one(llm.generate(ids, GREEDY)).token_ids
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "field"),
+    [
+        ([], GREEDY, "prompt"),
+        ("a" * 300, GREEDY, "prompt"),
+        ([[1, 2, 64]], GREEDY, "prompt"),
+        ([[1, "2"]], GREEDY, "prompt"),
+    ],
+)
+def test_bad_prompts_are_refused_and_leave_nothing(
+    llm: LLM, prompt: object, params: SamplingParams, field: str
+) -> None:
+    prompts = [prompt] if prompt == [] else prompt
+    with pytest.raises(RequestError) as caught:
+        llm.generate(["fine", *prompts] if isinstance(prompts, list) else prompts, params)  # type: ignore[list-item]
+    assert caught.value.param == field
+    assert _one(llm.generate("abc", GREEDY)).finish_reason == "length"
+
+
+def test_as_many_params_as_prompts(llm: LLM) -> None:
+    with pytest.raises(ConfigError, match="params"):
+        llm.generate(["a", "b"], [GREEDY])
+    outputs = llm.generate(["a", "b"], [GREEDY, SamplingParams(max_tokens=1, seed=0)])
+    assert [len(o.token_ids) for o in outputs] == [24, 1]
+
+
+def test_bad_settings_are_refused_before_loading() -> None:
+    for settings in (
+        {"kv": "int3"},
+        {"draft": "magic"},
+        {"weights": "w2"},
+        {"max_num_seqs": 0},
+        {"memory_utilization": 1.5},
+    ):
+        with pytest.raises(ConfigError, match=next(iter(settings))):
+            LLM("toy", **settings)  # type: ignore[arg-type]
+
+
+def test_a_closed_llm_says_so() -> None:
+    model = LLM("toy", max_model_len=64)
+    model.close()
+    model.close()
+    with pytest.raises(EngineError, match="closed"):
+        model.generate("abc")
