@@ -32,7 +32,8 @@ _RANGE_SHARES = (1.0, 0.94, 0.88, 0.81)  # zp and min: share of the range that t
 @dataclasses.dataclass(frozen=True)
 class Converted:
     """A weight in its new format. ``error`` is the Frobenius norm of what changed, ``norm`` that of
-    the source (None when nothing changed and it was not needed)."""
+    the source (None when nothing changed and it was not needed).
+    """
 
     weight: WeightTensor
     error: float = 0.0
