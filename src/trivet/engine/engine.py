@@ -214,6 +214,8 @@ class Engine:
             drafts = self._drafter.propose(asks, plan.load())
             for index, ask, draft in zip(indices, asks, drafts, strict=True):
                 if draft and plan.rows_left:
+                    is_valid = min(draft) >= 0 and max(draft) < self._runner.vocab_size
+                    assert is_valid, f"drafter {self._drafter.name}: a token outside the vocabulary"
                     self._scheduler.grant_draft(plan, index, draft[: ask.max_tokens])
 
     def _forward(self, plan: Plan, now: float) -> list[int]:

@@ -13,7 +13,7 @@ worth keeping (`keep`) and is told when one is taken away (`on_evict`).
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from trivet.config import PAGE_TOKENS
@@ -141,25 +141,17 @@ class PagePool:
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
         """Assert that the ledger balances, given the page lists of all live requests."""
-        counted = [0] * self.num_pages
+        held: Counter[int] = Counter()
         for pages in holders:
             assert len(set(pages)) == len(pages), "a request holds one page twice"
-            for page in pages:
-                counted[page] += 1
-        for page, (seen, refs) in enumerate(zip(counted, self._refs, strict=True)):
+            held.update(pages)
+        referenced = {page for page, refs in enumerate(self._refs) if refs}
+        for page in referenced | held.keys():
+            seen, refs = held[page], self._refs[page]
             assert seen == refs, f"page {page}: {refs} references on the books, {seen} held"
-        free = set(self._free)
-        assert len(free) == len(self._free), "a page is free twice"
-        for page in range(self.num_pages):
-            states = (
-                (page in free)
-                + (self._refs[page] > 0)
-                + (self._refs[page] == 0 and self._leases[page] > 0)
-                + (page in self._cached)
-            )
-            assert states == 1, f"page {page} is in {states} states"
-            assert page not in self._cached or page in self._kept, f"page {page} kept by nobody"
-        leased = sum(
-            1 for page in range(self.num_pages) if self._leases[page] and not self._refs[page]
-        )
-        assert leased == self._num_leased, "the count of leased pages is wrong"
+        leased = {page for page, leases in enumerate(self._leases) if leases} - referenced
+        assert len(leased) == self._num_leased, "the count of leased pages is wrong"
+        assert self._cached.keys() <= self._kept, "a page is cached for nobody"
+        states = Counter([*self._free, *self._cached, *referenced, *leased])
+        wrong = {page: states[page] for page in range(self.num_pages) if states[page] != 1}
+        assert not wrong, f"pages in more or less than one state: {wrong}"
