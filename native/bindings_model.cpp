@@ -6,7 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
-#include <memory>
+#include <new>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -14,6 +14,7 @@
 
 #include "bindings_sampler.h"
 #include "core/arena.h"
+#include "core/bandwidth.h"
 #include "core/fp_state.h"
 #include "core/model.h"
 #include "kernels/sample/sample.h"
@@ -115,8 +116,8 @@ std::vector<LinearPart> read_linears(nb::handle list, const Reader& reader) {
     return parts;
 }
 
-std::unique_ptr<Model> make_model(const nb::dict& spec, const Bytes& bytes,
-                                  const std::string& level, int num_threads) {
+void make_model(Model* self, const nb::dict& spec, const Bytes& bytes, const std::string& level,
+                int num_threads) {
     if (num_threads < 1 || num_threads > 1024) {
         throw std::invalid_argument("model: threads must be 1 to 1024");
     }
@@ -145,7 +146,7 @@ std::unique_ptr<Model> make_model(const nb::dict& spec, const Bytes& bytes,
                             read_linears(layer["gate_up"], reader),
                             read_linears(layer["down"], reader)});
     }
-    return std::make_unique<Model>(std::move(w), parse_level(level), num_threads);
+    new (self) Model(std::move(w), parse_level(level), num_threads);
 }
 
 std::vector<Tap> read_taps(const Model& model, const nb::list& list, int32_t num_rows,
@@ -370,8 +371,11 @@ void bind_arena(nb::module_& m) {
 void bind_model(nb::module_& m) {
     using trivet::Model;
     trivet::bind_arena(m);
+    m.def("stream_bandwidth", &trivet::stream_bandwidth, "num_bytes"_a, "num_threads"_a,
+          "repeats"_a, nb::call_guard<nb::gil_scoped_release>(),
+          "Bytes per second of reading memory; the fastest of the repeats.");
     nb::class_<Model>(m, "Model", "A model over packed weights; see trivet.native.model.")
-        .def(nb::new_(&trivet::make_model), "spec"_a, "weights"_a, "level"_a, "num_threads"_a,
+        .def("__init__", &trivet::make_model, "spec"_a, "weights"_a, "level"_a, "num_threads"_a,
              nb::keep_alive<1, 3>())
         .def("forward", &trivet::forward, "arena"_a, "tokens"_a, "segments"_a, "page_tables"_a,
              "logit_rows"_a, "layer_begin"_a, "layer_end"_a, "hidden"_a.none(),

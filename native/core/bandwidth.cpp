@@ -1,0 +1,38 @@
+#include "core/bandwidth.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+
+#include "core/buffer.h"
+#include "core/thread_pool.h"
+
+namespace trivet {
+
+double stream_bandwidth(int64_t bytes, int num_threads, int repeats) {
+    constexpr int64_t kChunkWords = (int64_t{1} << 18) / 8;
+    const int64_t words = std::max(kChunkWords, bytes / 8 / kChunkWords * kChunkWords);
+    Buffer<uint64_t> buffer;
+    buffer.reserve(words);
+    std::memset(buffer.data(), 1, static_cast<size_t>(words) * 8);
+    ThreadPool pool(num_threads);
+    std::atomic<uint64_t> sink{0};
+    double best = 0;
+    for (int i = 0; i < repeats; ++i) {
+        const auto start = std::chrono::steady_clock::now();
+        pool.parallel_for(static_cast<int32_t>(words / kChunkWords), [&](int32_t item, int) {
+            const uint64_t* data = buffer.data() + item * kChunkWords;
+            uint64_t sums[8] = {};
+            for (int64_t w = 0; w < kChunkWords; w += 8) {
+                for (int64_t j = 0; j < 8; ++j) sums[j] += data[w + j];
+            }
+            for (const uint64_t sum : sums) sink.fetch_add(sum, std::memory_order_relaxed);
+        });
+        const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
+        best = std::max(best, static_cast<double>(words) * 8 / seconds.count());
+    }
+    return best;
+}
+
+}  // namespace trivet
