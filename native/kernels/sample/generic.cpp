@@ -31,6 +31,10 @@ double exp_sum(const float* x, int32_t n, float max, float temperature) {
     return lanes[0];
 }
 
+void probabilities(const float* x, int32_t n, float max, float temperature, float* out) {
+    for (int32_t i = 0; i < n; ++i) out[i] = exp_scaled((clean_logit(x[i]) - max) / temperature);
+}
+
 int32_t collect(const float* x, int32_t n, const float* maxima, float threshold, int32_t* ids) {
     int32_t count = 0;
     for (int32_t begin = 0; begin < n; begin += kSampleGroup) {
@@ -85,6 +89,7 @@ void run_race(const float* x, int32_t n, const float* maxima, NoiseRace* race) {
 
 }  // namespace
 
-const SampleKernels sample_kernels = {group_max, exp_sum, collect, count_above, run_race};
+const SampleKernels sample_kernels = {group_max, exp_sum,     probabilities,
+                                      collect,   count_above, run_race};
 
 }  // namespace trivet::generic

@@ -32,6 +32,8 @@ struct SampleKernels {
     // Sum of p = exp((x - max) / temperature) in double: lane j of 16 adds ids j, j+16, ...
     // ascending, then lanes j and j+8, j+4, j+2, j+1 are added. max: finite, the max of the row.
     double (*exp_sum)(const float* x, int32_t n, float max, float temperature);
+    // out[i] = p of x[i], any n >= 0; out may be x.
+    void (*probabilities)(const float* x, int32_t n, float max, float temperature, float* out);
     // Ids with x >= threshold, ascending, into ids (room for n); groups whose max is below are
     // skipped.
     int32_t (*collect)(const float* x, int32_t n, const float* group_max, float threshold,

@@ -159,43 +159,71 @@ struct Bound {
     int32_t id;
 };
 
-double probability(const float* x, int32_t id, float max, float temperature) {
-    return exp_scaled((clean_logit(x[id]) - max) / temperature);
+// scratch.values[i] = p of scratch.ids[i].
+void find_probabilities(const SampleKernels& kernels, const float* x, float max, float temperature,
+                        int32_t count, Scratch& scratch) {
+    scratch.values.resize(count);
+    for (int32_t i = 0; i < count; ++i) scratch.values[i] = x[scratch.ids[i]];
+    kernels.probabilities(scratch.values.data(), count, max, temperature, scratch.values.data());
 }
 
-// Walks ids[0..count) in truncation order until the tokens before the next one hold `enough`;
-// returns false when they never do. The ids are left in any order.
-bool walk_until(const float* x, float max, float temperature, double enough,
-                std::vector<int32_t>& ids, int32_t count, Bound& bound) {
-    const auto behind = [ahead = Ahead{x}](int32_t a, int32_t b) { return ahead(b, a); };
-    const auto begin = ids.begin();
-    auto end = begin + count;
-    std::make_heap(begin, end, behind);
+// Sorts ids[0..count), ascending, into truncation order: keys of (logit descending, id ascending),
+// by comparison when few, else by three stable counting passes over the logit's bits.
+void sort_by_rank(const float* x, int32_t count, Scratch& scratch) {
+    std::vector<uint64_t>& keys = scratch.keys;
+    keys.resize(count);
+    for (int32_t i = 0; i < count; ++i) {
+        const int32_t id = scratch.ids[i];
+        const uint32_t bits = float_bits(clean_logit(x[id]) + 0.0f);  // -0 + 0 = +0
+        const uint32_t descending = bits >> 31 ? bits : 0x7fffffffu - bits;
+        keys[i] = static_cast<uint64_t>(descending) << 32 | static_cast<uint32_t>(id);
+    }
+    if (count < 1024) {
+        std::sort(keys.begin(), keys.end());
+    } else {
+        constexpr int kDigitBits = 11;
+        scratch.sorted_keys.resize(count);
+        for (int shift = 32; shift < 64; shift += kDigitBits) {
+            int32_t starts[(1 << kDigitBits) + 1] = {};
+            const auto digit = [shift](uint64_t key) {
+                return static_cast<uint32_t>(key >> shift) & ((1u << kDigitBits) - 1);
+            };
+            for (uint64_t key : keys) ++starts[digit(key) + 1];
+            for (int i = 0; i < 1 << kDigitBits; ++i) starts[i + 1] += starts[i];
+            for (uint64_t key : keys) scratch.sorted_keys[starts[digit(key)]++] = key;
+            keys.swap(scratch.sorted_keys);
+        }
+    }
+    for (int32_t i = 0; i < count; ++i) scratch.ids[i] = static_cast<int32_t>(keys[i]);
+}
+
+// Walks scratch.ids[0..count), ascending ids, in truncation order until the tokens passed hold
+// `enough`; returns false when they never do.
+bool walk_until(const SampleKernels& kernels, const float* x, float max, float temperature,
+                double enough, int32_t count, Scratch& scratch, Bound& bound) {
+    sort_by_rank(x, count, scratch);
+    find_probabilities(kernels, x, max, temperature, count, scratch);
     double sum = 0.0;
-    while (end != begin) {
-        const int32_t id = *begin;
-        sum += probability(x, id, max, temperature);
-        bound = {clean_logit(x[id]), id};
+    for (int32_t i = 0; i < count; ++i) {
+        sum += scratch.values[i];
+        bound = {clean_logit(x[scratch.ids[i]]), scratch.ids[i]};
         if (sum >= enough) return true;
-        std::pop_heap(begin, end, behind);
-        --end;
     }
     return false;
 }
 
 // top-p among the top-k tokens in scratch.ids[0..k): their sum takes lane id % 16, ascending ids.
-Bound nucleus_of_top(const float* x, float max, float temperature, double top_p, int32_t k,
-                     Scratch& scratch) {
+Bound nucleus_of_top(const SampleKernels& kernels, const float* x, float max, float temperature,
+                     double top_p, int32_t k, Scratch& scratch) {
     std::sort(scratch.ids.begin(), scratch.ids.begin() + k);
+    find_probabilities(kernels, x, max, temperature, k, scratch);
     double lanes[16] = {};
-    for (int32_t i = 0; i < k; ++i) {
-        lanes[scratch.ids[i] % 16] += probability(x, scratch.ids[i], max, temperature);
-    }
+    for (int32_t i = 0; i < k; ++i) lanes[scratch.ids[i] % 16] += scratch.values[i];
     for (int32_t width = 8; width >= 1; width /= 2) {
         for (int32_t j = 0; j < width; ++j) lanes[j] += lanes[j + width];
     }
     Bound bound{};
-    walk_until(x, max, temperature, top_p * lanes[0], scratch.ids, k, bound);
+    walk_until(kernels, x, max, temperature, top_p * lanes[0], k, scratch, bound);
     return bound;
 }
 
@@ -204,21 +232,20 @@ Bound nucleus_of_top(const float* x, float max, float temperature, double top_p,
 Bound nucleus_of_row(const SampleKernels& kernels, const float* x, int32_t n, float max,
                      float temperature, double top_p, Scratch& scratch) {
     const double enough = top_p * kernels.exp_sum(x, n, max, temperature);
-    scratch.ids.resize(n);
+    const auto collect = [&](float threshold) {
+        scratch.ids.resize(n);
+        return kernels.collect(x, n, scratch.group_max.data(), threshold, scratch.ids.data());
+    };
     Bound bound{};
     for (const float depth : {2.0f, 4.0f, 6.0f, 9.0f, 13.0f, 18.0f}) {
-        const float threshold = max - depth * temperature;
-        const int32_t count =
-            kernels.collect(x, n, scratch.group_max.data(), threshold, scratch.ids.data());
+        const int32_t count = collect(max - depth * temperature);
+        find_probabilities(kernels, x, max, temperature, count, scratch);
         double held = 0.0;
-        for (int32_t i = 0; i < count; ++i)
-            held += probability(x, scratch.ids[i], max, temperature);
+        for (int32_t i = 0; i < count; ++i) held += scratch.values[i];
         if (held < enough) continue;
-        if (walk_until(x, max, temperature, enough, scratch.ids, count, bound)) return bound;
+        if (walk_until(kernels, x, max, temperature, enough, count, scratch, bound)) return bound;
     }
-    const int32_t count =
-        kernels.collect(x, n, scratch.group_max.data(), kMinusInfinity, scratch.ids.data());
-    walk_until(x, max, temperature, enough, scratch.ids, count, bound);
+    walk_until(kernels, x, max, temperature, enough, collect(kMinusInfinity), scratch, bound);
     return bound;
 }
 
@@ -245,9 +272,10 @@ int32_t draw(const SampleKernels& kernels, const State& state, const float* x, f
         bound = {clean_logit(x[last]), last};
     }
     if (params.top_p < 1.0) {
-        bound =
-            cuts_k ? nucleus_of_top(x, max, params.temperature, params.top_p, params.top_k, scratch)
-                   : nucleus_of_row(kernels, x, n, max, params.temperature, params.top_p, scratch);
+        bound = cuts_k
+                    ? nucleus_of_top(kernels, x, max, params.temperature, params.top_p,
+                                     params.top_k, scratch)
+                    : nucleus_of_row(kernels, x, n, max, params.temperature, params.top_p, scratch);
     }
     NoiseRace race{
         {static_cast<uint32_t>(params.seed), static_cast<uint32_t>(params.seed >> 32)},

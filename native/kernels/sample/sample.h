@@ -101,6 +101,8 @@ struct Scratch {
     std::vector<float> group_max;
     std::vector<int32_t> ids;
     std::vector<float> values;
+    std::vector<uint64_t> keys;
+    std::vector<uint64_t> sorted_keys;
 };
 
 // The kernels of a level (AMX uses AVX-512's).

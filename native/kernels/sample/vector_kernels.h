@@ -76,6 +76,15 @@ double exp_sum(const float* x, int32_t n, float row_max, float temperature) {
     return lanes[0];
 }
 
+void probabilities(const float* x, int32_t n, float row_max, float temperature, float* out) {
+    const Floats max_lanes = splat(row_max), temperature_lanes = splat(temperature);
+    int32_t i = 0;
+    for (; i + kWidth <= n; i += kWidth) {
+        store(out + i, exp_lanes(scale(load_clean(x + i), max_lanes, temperature_lanes)));
+    }
+    for (; i < n; ++i) out[i] = exp_scaled((clean_logit(x[i]) - row_max) / temperature);
+}
+
 int32_t collect(const float* x, int32_t n, const float* maxima, float threshold, int32_t* ids) {
     float padded[kSampleGroup];
     int32_t count = 0;
@@ -144,8 +153,10 @@ void run_race(const float* x, int32_t n, const float* maxima, NoiseRace* race) {
         if (best < race->bound_logit) continue;
         const float best_scaled = (best - race->max) / race->temperature;
         if (best_scaled < race->min_scaled) continue;
-        // v >= 2^-33: below half of that even the smallest noise loses.
-        if (exp_scaled(best_scaled) * bound < 0.125f) continue;
+        // No token of the group has a larger p than this, and few words of noise are small enough
+        // for it; only those are looked at again. v >= 2^-33: below half of that every word loses.
+        const float group_bound = exp_scaled(best_scaled) * 1.001f;
+        if (group_bound * bound < 0.125f) continue;
         const float* group = group_logits(x, n, begin, padded);
         for (int32_t lane = 0; lane < 16; lane += kWidth) {
             Words words[4] = {
@@ -153,13 +164,14 @@ void run_race(const float* x, int32_t n, const float* maxima, NoiseRace* race) {
                 splat_word(race->position), splat_word(race->choice), splat_word(0)};
             philox_lanes(words, race->key[0], race->key[1]);
             for (int32_t word = 0; word < 4; ++word) {
+                const Floats halves = half_floats(words[word]);
+                if (mask_at_least(splat(group_bound * bound), halves) == 0) continue;
                 const Floats logits = load_clean(group + 16 * word + lane);
                 const Floats scaled = scale(logits, max_lanes, temperature_lanes);
                 const Floats probability = exp_lanes(scaled);
-                uint32_t hits =
-                    mask_at_least(mul(probability, splat(bound)), half_floats(words[word])) &
-                    mask_at_least(logits, splat(race->bound_logit)) &
-                    mask_at_least(scaled, splat(race->min_scaled));
+                uint32_t hits = mask_at_least(mul(probability, splat(bound)), halves) &
+                                mask_at_least(logits, splat(race->bound_logit)) &
+                                mask_at_least(scaled, splat(race->min_scaled));
                 if (hits == 0) continue;
                 store(p, probability);
                 store_words(noise, words[word]);
@@ -181,4 +193,5 @@ void run_race(const float* x, int32_t n, const float* maxima, NoiseRace* race) {
     }
 }
 
-const SampleKernels kernel_table = {group_max, exp_sum, collect, count_above, run_race};
+const SampleKernels kernel_table = {group_max, exp_sum,     probabilities,
+                                    collect,   count_above, run_race};
