@@ -149,7 +149,7 @@ def test_bad_prompts_are_refused_and_leave_nothing(
 ) -> None:
     prompts = [prompt] if prompt == [] else prompt
     with pytest.raises(RequestError) as caught:
-        llm.generate(["fine", *prompts] if isinstance(prompts, list) else prompts, params)  # type: ignore[list-item]
+        llm.generate(["fine", *prompts] if isinstance(prompts, list) else prompts, params)  # type: ignore[arg-type]
     assert caught.value.param == field
     assert _one(llm.generate("abc", GREEDY)).finish_reason == "length"
 
@@ -170,7 +170,7 @@ def test_bad_settings_are_refused_before_loading() -> None:
         {"memory_utilization": 1.5},
     ):
         with pytest.raises(ConfigError, match=next(iter(settings))):
-            LLM("toy", **settings)  # type: ignore[arg-type]
+            LLM("toy", **settings)
 
 
 def test_a_closed_llm_says_so() -> None:

@@ -11,7 +11,7 @@ import hashlib
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from trivet.config import EngineConfig, MemoryConfig, ModelConfig
 from trivet.errors import ConfigError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trivet.checkpoint import Tokenizer
     from trivet.engine import Drafter, Engine
     from trivet.engine.step_time import StepTime
-    from trivet.native import Arena, ModelRunner
+    from trivet.native.api import Arena, ModelRunner
     from trivet.quant import PackedModel
 
 Progress = Callable[[str, int, int], None]
@@ -137,5 +137,6 @@ def load_model(config: ModelConfig, progress: Progress | None = None) -> LoadedM
 
     packed = quant.load_packed(config.model, config.weights, progress=progress)
     threads = config.threads or available_threads()
-    runner = native.load_model(packed, threads=threads, kv=config.kv)
+    # The native runner takes native arenas only, which the protocol cannot say.
+    runner = cast("ModelRunner", native.load_model(packed, threads=threads, kv=config.kv))
     return LoadedModel(config, packed, runner, packed.tokenizer(), threads)

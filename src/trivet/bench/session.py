@@ -212,10 +212,10 @@ class Session:
         return {count: statistics.median(values) for count, values in times.items()}
 
     def bandwidth(self) -> float:
-        """Bytes per second of a plain read with the runner's threads."""
+        """Bytes per second of a plain read of as many bytes as a step's weights, same threads."""
         from trivet import native
 
-        return float(native.stream_bandwidth(self.model.threads))
+        return native.stream_bandwidth(step_bytes(self.model), self.model.threads)
 
     def _checked_length(self, length: int) -> int:
         limit = self.model.runner.max_positions

@@ -36,7 +36,8 @@ def info(
     machine: dict[str, Any] = {
         "version": __version__,
         "isa": report.active,
-        "isa_levels": [dataclasses.asdict(level) for level in report.levels],
+        "isa_forced": report.forced,
+        "isa_levels": {level: report.refused.get(level, "available") for level in report.levels},
         "threads": threads or available_threads(),
         "cpu_quota": cpu_quota(),
         "memory": dataclasses.asdict(memory),
@@ -56,8 +57,8 @@ def info(
         )
     rows = [
         ("trivet", __version__),
-        ("ISA level", report.active),
-        *((f"  {level.name}", level.reason or "available") for level in report.levels),
+        ("ISA level", report.active + (" (forced)" if report.forced else "")),
+        *((f"  {level}", reason) for level, reason in machine["isa_levels"].items()),
         ("threads", machine["threads"]),
         (
             "memory",
