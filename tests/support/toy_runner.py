@@ -256,8 +256,7 @@ def draw(
     scores[params.banned_token_ids] = -np.inf
     if position < state.prompt_len + params.min_tokens:
         scores[params.stop_token_ids] = -np.inf
-        if not params.ignore_eos:
-            scores[list(eos_ids)] = -np.inf
+        scores[list(eos_ids)] = -np.inf
     if params.temperature == 0.0:
         return int(np.argmax(scores))
     probs = np.exp((scores - scores.max()) / params.temperature)
