@@ -7,6 +7,7 @@ import functools
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -14,8 +15,9 @@ from support import tiny_models
 from support.engine_driver import Driver, OracleDrafter, Outcome, make_config, make_request
 from trivet.config import EngineConfig, KVFormat
 from trivet.engine import Drafter
+from trivet.native.api import ModelRunner
 from trivet.native.arena import Arena
-from trivet.native.model import NativeModel, load_model
+from trivet.native.model import load_model
 from trivet.quant import load_packed
 from trivet.request import Request
 from trivet.speculate import NgramDrafter
@@ -35,7 +37,7 @@ _SHARED = [(29 * i + i * i // 3) % 380 + 3 for i in range(100)]
 class Native:
     """A runner and what each request gives alone on it."""
 
-    runner: NativeModel
+    runner: ModelRunner
 
     def drive(self, config: EngineConfig, drafter: Drafter | None = None) -> Driver:
         arena = Arena(self.runner.kv_geometry(), config.num_pages)
@@ -65,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def natives(folder: Path) -> dict[tuple[str, KVFormat], Native]:
     packed = {weights: load_packed(folder, weights) for weights in WEIGHTS}
     return {
-        (weights, kv): Native(load_model(packed[weights], threads=2, kv=kv))
+        (weights, kv): Native(cast(ModelRunner, load_model(packed[weights], threads=2, kv=kv)))
         for weights in WEIGHTS
         for kv in KVFormat
     }
