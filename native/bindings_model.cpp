@@ -116,8 +116,8 @@ std::vector<LinearPart> read_linears(nb::handle list, const Reader& reader) {
     return parts;
 }
 
-void make_model(Model* self, const nb::dict& spec, const Bytes& bytes, const std::string& level,
-                int num_threads) {
+void make_model(Model* self, const nb::typed<nb::dict, nb::str, nb::object>& spec,
+                const Bytes& bytes, const std::string& level, int num_threads) {
     if (num_threads < 1 || num_threads > 1024) {
         throw std::invalid_argument("model: threads must be 1 to 1024");
     }
@@ -189,7 +189,8 @@ void forward(Model& model, Arena& arena, const Array<const int32_t, 1>& tokens,
              const Array<const int32_t, 2>& segments, const Array<const int32_t, 2>& page_tables,
              const Array<const int32_t, 1>& logit_rows, int32_t layer_begin, int32_t layer_end,
              const std::optional<Array<const float, 2>>& hidden,
-             const std::optional<Array<float, 2>>& hidden_out, const nb::list& taps) {
+             const std::optional<Array<float, 2>>& hidden_out,
+             const nb::typed<nb::list, nb::object>& taps) {
     const auto require = [](bool holds, const char* what) {
         if (!holds) throw std::invalid_argument(std::string("step: ") + what);
     };
@@ -231,10 +232,8 @@ nb::list sample_tokens(Model& model, const nb::sequence& inputs) {
         const nb::gil_scoped_release release;
         const std::lock_guard<std::mutex> lock(model.mutex());
         const FpState fp_state;
-        std::vector<sample::Scratch> scratch(static_cast<size_t>(model.pool().num_threads()));
-        model.pool().parallel_for(static_cast<int32_t>(results.size()), [&](int32_t i, int thread) {
-            sample::sample_one(kernels, jobs.jobs[static_cast<size_t>(i)],
-                               scratch[static_cast<size_t>(thread)],
+        model.pool().parallel_for(static_cast<int32_t>(results.size()), [&](int32_t i, int) {
+            sample::sample_one(kernels, jobs.jobs[static_cast<size_t>(i)], sample::thread_scratch(),
                                results[static_cast<size_t>(i)]);
         });
     }
@@ -272,13 +271,14 @@ void bind_arena(nb::module_& m) {
         .def_prop_ro("worker", &Arena::worker)
         .def_prop_ro("file_bytes", &Arena::file_bytes)
         .def_prop_ro("block_bytes", &Arena::block_bytes)
-        .def_prop_ro("geometry",
-                     [](const Arena& arena) {
-                         const ArenaGeometry& g = arena.geometry();
-                         return nb::make_tuple(g.num_layers, g.num_kv_heads, g.head_dim,
-                                               static_cast<int>(g.kind), g.num_pages,
-                                               g.num_workers);
-                     })
+        .def_prop_ro(
+            "geometry",
+            [](const Arena& arena) {
+                const ArenaGeometry& g = arena.geometry();
+                return nb::make_tuple(g.num_layers, g.num_kv_heads, g.head_dim,
+                                      static_cast<int>(g.kind), g.num_pages, g.num_workers);
+            },
+            nb::sig("def geometry(self) -> tuple[int, int, int, int, int, int]"))
         .def(
             "add_refs",
             [](Arena& arena, const std::vector<int32_t>& pages) {
@@ -362,7 +362,7 @@ void bind_arena(nb::module_& m) {
                 const uint64_t value = arena.progress(worker);
                 return nb::make_tuple(value >> 32, value & 0xffffffffu);
             },
-            "worker"_a);
+            "worker"_a, nb::sig("def progress(self, worker: int) -> tuple[int, int]"));
 }
 
 }  // namespace
@@ -380,7 +380,9 @@ void bind_model(nb::module_& m) {
         .def("forward", &trivet::forward, "arena"_a, "tokens"_a, "segments"_a, "page_tables"_a,
              "logit_rows"_a, "layer_begin"_a, "layer_end"_a, "hidden"_a.none(),
              "hidden_out"_a.none(), "taps"_a)
-        .def("sample", &trivet::sample_tokens, "inputs"_a)
+        .def("sample", &trivet::sample_tokens, "inputs"_a,
+             nb::sig("def sample(self, inputs: Sequence[object]) -> list[tuple[list[int], "
+                     "list[tuple[int, float, int, list[int], list[float]]] | None]]"))
         .def_prop_ro("num_logits", &Model::num_logits)
         .def(
             "logits",
@@ -393,16 +395,18 @@ void bind_model(nb::module_& m) {
                     self);
             },
             "A view of the last step's logits; the next step overwrites it.")
-        .def("times_ns",
-             [](const Model& model) {
-                 nb::dict times;
-                 const auto values = model.times_ns();
-                 for (int i = 0; i < trivet::kNumOpClasses; ++i) {
-                     times[trivet::op_class_name(static_cast<trivet::OpClass>(i))] =
-                         values[static_cast<size_t>(i)];
-                 }
-                 times["wait"] = model.wait_ns();
-                 return times;
-             })
+        .def(
+            "times_ns",
+            [](const Model& model) {
+                nb::dict times;
+                const auto values = model.times_ns();
+                for (int i = 0; i < trivet::kNumOpClasses; ++i) {
+                    times[trivet::op_class_name(static_cast<trivet::OpClass>(i))] =
+                        values[static_cast<size_t>(i)];
+                }
+                times["wait"] = model.wait_ns();
+                return times;
+            },
+            nb::sig("def times_ns(self) -> dict[str, int]"))
         .def("reset_times", &Model::reset_times);
 }

@@ -21,10 +21,6 @@ namespace {
 
 using Logits = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-const SampleKernels& kernels_named(const std::optional<std::string>& isa) {
-    return sample::kernels_for(isa ? parse_level(*isa) : best_level());
-}
-
 void check_rows(int64_t first, int64_t count, int64_t num_rows) {
     if (first < 0 || first + count > num_rows) {
         throw std::invalid_argument("first_logit: rows " + std::to_string(first) + " to " +
@@ -46,16 +42,15 @@ nb::list to_list(const std::vector<int32_t>& values) {
     return list;
 }
 
-nb::list sample_rows(const Logits& logits, nb::sequence inputs,
-                     const std::optional<std::string>& isa) {
-    const SampleKernels& kernels = kernels_named(isa);
+nb::list sample_rows(const Logits& logits, nb::sequence inputs, const std::string& isa) {
+    const SampleKernels& kernels = sample::kernels_for(parse_level(isa));
     const SampleJobs jobs =
         parse_sample_inputs(inputs, logits.data(), static_cast<int64_t>(logits.shape(0)),
                             static_cast<int32_t>(logits.shape(1)));
     std::vector<sample::Result> results(jobs.jobs.size());
     {
         const nb::gil_scoped_release release;
-        sample::Scratch scratch;
+        sample::Scratch& scratch = sample::thread_scratch();
         for (size_t i = 0; i < results.size(); ++i) {
             sample::sample_one(kernels, jobs.jobs[i], scratch, results[i]);
         }
@@ -65,8 +60,8 @@ nb::list sample_rows(const Logits& logits, nb::sequence inputs,
 
 nb::list token_logprobs(const Logits& logits, int64_t first_logit,
                         const std::vector<int32_t>& token_ids, int32_t top,
-                        const std::optional<std::string>& isa) {
-    const SampleKernels& kernels = kernels_named(isa);
+                        const std::string& isa) {
+    const SampleKernels& kernels = sample::kernels_for(parse_level(isa));
     const int64_t vocab_size = static_cast<int64_t>(logits.shape(1));
     check_rows(first_logit, static_cast<int64_t>(token_ids.size()),
                static_cast<int64_t>(logits.shape(0)));
@@ -75,7 +70,7 @@ nb::list token_logprobs(const Logits& logits, int64_t first_logit,
     std::vector<sample::TokenLogprob> results;
     {
         const nb::gil_scoped_release release;
-        sample::Scratch scratch;
+        sample::Scratch& scratch = sample::thread_scratch();
         for (size_t i = 0; i < token_ids.size(); ++i) {
             const float* row = logits.data() + (first_logit + static_cast<int64_t>(i)) * vocab_size;
             results.push_back(sample::token_logprob(kernels, row, static_cast<int32_t>(vocab_size),
@@ -106,6 +101,12 @@ SampleJobs parse_sample_inputs(nb::sequence inputs, const float* logits, int64_t
             throw std::invalid_argument("the sampler is for a vocabulary of " +
                                         std::to_string(state->params().vocab_size) +
                                         ", the logits have " + std::to_string(vocab_size));
+        }
+        const int64_t next =
+            static_cast<int64_t>(state->params().prompt_len) + state->num_committed();
+        if (position != next) {
+            throw std::invalid_argument("position: " + std::to_string(position) +
+                                        " is not the next one, " + std::to_string(next));
         }
         check_rows(first, static_cast<int64_t>(draft.size()) + 1, num_rows);
         for (int32_t token : draft) check_token(token, vocab_size);
@@ -191,9 +192,9 @@ void bind_sampler(nb::module_& m) {
         .def_prop_ro("num_committed", &State::num_committed);
 
     m.def(
-        "sample", &trivet::sample_rows, "logits"_a, "inputs"_a, "isa"_a = nb::none(),
+        "sample", &trivet::sample_rows, "logits"_a, "inputs"_a, "isa"_a,
         "Draw tokens for each SampleInput from logits float32 [L, V]; see trivet.native.sampling.");
     m.def("token_logprobs", &trivet::token_logprobs, "logits"_a, "first_logit"_a, "token_ids"_a,
-          "top"_a, "isa"_a = nb::none(),
+          "top"_a, "isa"_a,
           "Log-probability of token_ids[i] under row first_logit + i; see trivet.native.sampling.");
 }

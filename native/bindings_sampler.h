@@ -16,8 +16,8 @@ struct SampleJobs {
     std::vector<std::vector<int32_t>> drafts;
 };
 
-// logits: float32 [num_rows, vocab_size], contiguous. Throws std::invalid_argument on a row, draft
-// token or vocabulary that does not fit.
+// logits: float32 [num_rows, vocab_size], contiguous. Throws std::invalid_argument on a row,
+// position, draft token or vocabulary that does not fit.
 SampleJobs parse_sample_inputs(nanobind::sequence inputs, const float* logits, int64_t num_rows,
                                int32_t vocab_size);
 

@@ -142,7 +142,7 @@ def test_native_equals_the_definition_at_the_demo_vocabulary(kind: str) -> None:
     vocab_size = 49152
     rng = np.random.default_rng(7)
     logits = make_row(rng, vocab_size, kind)[None]
-    for fields in (
+    cases: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 1.0},
         {"temperature": 0.3, "logprobs": 5},
@@ -152,7 +152,8 @@ def test_native_equals_the_definition_at_the_demo_vocabulary(kind: str) -> None:
         {"top_k": 5000},
         {"min_p": 0.02},
         {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "top_p": 0.8, "min_p": 0.001},
-    ):
+    ]
+    for fields in cases:
         params = SamplingParams(**{"seed": 11, **fields})
         pair = Pair.make(params, rng.integers(0, vocab_size, 50).tolist(), vocab_size)
         _assert_same(*pair.sample(logits, 50))
@@ -259,7 +260,7 @@ def test_draws_follow_softmax(temperature: float, seed: int) -> None:
 
 def test_truncation_keeps_the_right_tokens() -> None:
     row = np.log(np.array([0.4, 0.1, 0.3, 0.05, 0.15], np.float32))
-    cases = [
+    cases: list[tuple[dict[str, Any], set[int]]] = [
         ({"top_k": 2}, {0, 2}),
         ({"top_p": 0.7 - 1e-6}, {0, 2}),
         ({"top_p": 0.71}, {0, 2, 4}),
@@ -454,13 +455,14 @@ def test_a_bad_parameter_is_refused_by_name(field: str, value: object) -> None:
 
 
 def test_sensible_parameters_pass() -> None:
-    for fields in (
+    cases: list[dict[str, Any]] = [
         {},
         {"temperature": 0},
         {"temperature": 2.5, "top_k": 10**6, "top_p": 1, "min_p": 1.0},
         {"logit_bias": {0: -100, 49: 100.0}, "banned_token_ids": [3], "allowed_token_ids": [3, 4]},
         {"seed": -(2**63), "logprobs": 0, "prompt_logprobs": 50},
-    ):
+    ]
+    for fields in cases:
         sampling.check_sampling_params(SamplingParams(**fields), 50)
 
 

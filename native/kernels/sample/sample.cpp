@@ -369,14 +369,14 @@ const SampleKernels& kernels_for(Level level) {
     return generic::sample_kernels;
 }
 
+Scratch& thread_scratch() {
+    thread_local Scratch scratch;
+    return scratch;
+}
+
 void sample_one(const SampleKernels& kernels, const Job& job, Scratch& scratch, Result& result) {
     const FpState fp_state;
     const Params& params = job.state->params();
-    const int64_t expected = static_cast<int64_t>(params.prompt_len) + job.state->num_committed();
-    if (job.position != expected) {
-        throw std::invalid_argument("position: " + std::to_string(job.position) +
-                                    " is not the next one, " + std::to_string(expected));
-    }
     result.tokens.clear();
     result.logprobs.clear();
     scratch.group_max.resize(num_groups(params.vocab_size));

@@ -105,11 +105,15 @@ struct Scratch {
     std::vector<uint64_t> sorted_keys;
 };
 
+// The calling thread's own; lives as long as the thread.
+Scratch& thread_scratch();
+
 // The kernels of a level (AMX uses AVX-512's).
 const SampleKernels& kernels_for(Level level);
 
 // Draws tokens for rows 0, 1, ... and stops after the first that differs from its draft token: 1 to
-// num_draft + 1 tokens. Throws std::invalid_argument when `position` is not prompt_len + committed.
+// num_draft + 1 tokens. The job is valid: position is prompt_len + committed, ids are in the
+// vocabulary.
 void sample_one(const SampleKernels& kernels, const Job& job, Scratch& scratch, Result& result);
 
 // Log-probability, rank and the `top` most likely tokens of one raw row of n logits.

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from trivet.errors import RequestError
 from trivet.native import _core
 from trivet.native.api import SampleInput, SampleResult
+from trivet.native.isa import isa_report
 from trivet.request import Logprob, SamplingParams
 
 __all__ = [
@@ -157,7 +158,7 @@ def sample(
     are those that plain decoding would have drawn. ``isa`` forces an instruction-set level; bits are
     the same on each. Raises ValueError when rows, ids or the position do not fit.
     """
-    return to_results(_core.sample(logits, inputs, isa))
+    return to_results(_core.sample(logits, inputs, isa_report(isa).active))
 
 
 def token_logprobs(
@@ -169,4 +170,5 @@ def token_logprobs(
     isa: str | None = None,
 ) -> list[Logprob]:
     """Log-probability of token_ids[i] under row first_logit + i, with the ``top`` most likely."""
-    return to_logprobs(_core.token_logprobs(logits, first_logit, list(token_ids), top, isa))
+    level = isa_report(isa).active
+    return to_logprobs(_core.token_logprobs(logits, first_logit, list(token_ids), top, level))
