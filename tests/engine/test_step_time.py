@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 from pathlib import Path
 
@@ -88,16 +89,28 @@ def test_foreign_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("num_pages", [1, 3, 40])
-def test_measure_keeps_to_the_pages_and_the_budget(num_pages: int) -> None:
+def test_measure_keeps_to_the_pages_and_the_rows(num_pages: int) -> None:
     runner, arena = ToyRunner(), ToyArena(num_pages)
     ticks = itertools.count()
-    steps = measure(runner, arena, lambda: next(ticks) * 1e-3, max_rows=32, max_context=64)
-    assert len(steps) >= 2
+    steps = measure(runner, arena, lambda: next(ticks) * 1e-6, max_rows=32, max_context=64)
     assert max(runner.rows_of_steps) <= 32
-    assert all(step.seconds == pytest.approx(1e-3) for step in steps)
-    assert len({step.load for step in steps}) == len(steps) // (
-        runner.num_steps // len({step.load for step in steps}) - 1
-    ), "every load is measured equally often, after one round of warming up"
+    counts = collections.Counter(step.load for step in steps)
+    assert set(counts.values()) == {8}, "every load is measured equally often"
+    assert runner.num_steps == len(steps) + len(counts), "after one round of warming up"
+
+
+def test_measure_keeps_to_its_budget() -> None:
+    runner, now = ToyRunner(), 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 1.0
+        return now
+
+    steps = measure(runner, ToyArena(40), clock, budget_s=60.0)
+    assert now < 2 * 60.0
+    assert len({step.load for step in steps}) >= 8
+    assert max(runner.rows_of_steps) < 256, "large loads are left out first"
 
 
 def test_measured_steps_can_be_fitted() -> None:

@@ -14,6 +14,7 @@ Used by the draft controller, the planner and the simulator. `measure` takes the
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from trivet.request import SamplingParams
 KNEE_ROWS = 16
 _HUBER = 1.345  # times the scale of the residuals: 95 % efficient for normal errors
 _MIN_ROUNDS, _MAX_ROUNDS = 2, 8
+_MIN_LOADS = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
 
     def save(self, path: Path) -> None:
         """Write as JSON, in one step for readers."""
-        temporary = path.with_name(path.name + ".tmp")
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         temporary.write_bytes(msgspec.json.encode(self))
         temporary.replace(path)
 
@@ -184,23 +186,31 @@ def measure(
 
     Overwrites pages of the arena, so it runs before the engine holds any; the contents of pages do not
     change the time. Rounds over the whole grid are interleaved, so that a disturbance does not fall on
-    one load alone; at least two rounds are made.
+    one load alone. The first round, from the smallest load up, warms caches and is not counted; loads
+    that do not fit a third of the budget are left out, and at least two rounds follow.
     """
     grid = _grid(arena.num_pages, max_rows, min(max_context, runner.max_positions))
     sampler = runner.new_sampler(SamplingParams(temperature=0.0, seed=0), 0, [0])
-    steps: list[MeasuredStep] = []
     begin = clock()
-    for round_index in range(_MAX_ROUNDS + 1):
-        for segments in grid:
-            step, load = _synthetic_step(segments)
-            start = clock()
-            runner.forward(step, arena)
-            runner.sample([SampleInput(sampler, row, 1) for row in range(load.logit_rows)])
-            end = clock()
-            if round_index > 0:  # the first round warms caches and page tables
-                steps.append(MeasuredStep(load, max(end - start, 1e-9)))
+
+    def run(segments: list[_Segment]) -> MeasuredStep:
+        step, load = _synthetic_step(segments)
+        start = clock()
+        runner.forward(step, arena)
+        runner.sample([SampleInput(sampler, row, 1) for row in range(load.logit_rows)])
+        return MeasuredStep(load, max(clock() - start, 1e-9))
+
+    num_loads = 0
+    for segments in grid:
+        if num_loads >= _MIN_LOADS and clock() - begin > budget_s / 3:
+            break
+        run(segments)
+        num_loads += 1
+    steps: list[MeasuredStep] = []
+    for round_index in range(_MAX_ROUNDS):
         if round_index >= _MIN_ROUNDS and clock() - begin > budget_s:
             break
+        steps += [run(segments) for segments in grid[:num_loads]]
     return steps
 
 
@@ -212,7 +222,10 @@ class _Segment:
 
 
 def _grid(num_pages: int, max_rows: int, max_context: int) -> list[list[_Segment]]:
-    """Loads to measure: batches of decodes, drafts to verify, prefill chunks; what the pages allow."""
+    """Loads to measure, smallest first: batches of decodes, drafts to verify, prefill chunks.
+
+    Left out is what the pages or the limits do not allow.
+    """
     contexts = [c for c in (16, 256, 1024, 4096) if c < max_context] or [0]
     loads = [
         [_Segment(context, rows, rows)] * batch
@@ -235,11 +248,14 @@ def _grid(num_pages: int, max_rows: int, max_context: int) -> list[list[_Segment
         for rows in (8, 16, 32, 64, 128, 256, 512)
         if start + rows <= max_context
     ]
-    return [
-        load
-        for load in loads
-        if sum(segment.count for segment in load) <= max_rows and _pages_of(load) <= num_pages
+    allowed = [
+        load for load in loads if _rows_of(load) <= max_rows and _pages_of(load) <= num_pages
     ]
+    return sorted(allowed, key=_rows_of)
+
+
+def _rows_of(segments: Sequence[_Segment]) -> int:
+    return sum(segment.count for segment in segments)
 
 
 def _pages_of(segments: Sequence[_Segment]) -> int:
