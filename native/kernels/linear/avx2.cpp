@@ -15,10 +15,12 @@
 namespace trivet::avx2 {
 namespace {
 
-constexpr int32_t kRows = 6;                // rows of one register tile
+constexpr int32_t kRows = 4;                // rows of one register tile
 constexpr int32_t kDirectRows = 4;          // up to here 4-bit codes are unpacked in registers
 constexpr int32_t kPanelColumns = 1024;     // columns of one unpacked panel: 16 KiB
-constexpr int32_t kPanelRows = 16 * kRows;  // rows that share one unpacked panel
+constexpr int32_t kPanelRows = 24 * kRows;  // rows that share one unpacked panel
+constexpr int32_t kWideColumns = 256;       // bf16 columns widened at a time: 6 KiB
+constexpr int32_t kWideStride = 36;         // floats of one row's 32 widened columns
 constexpr int32_t kPrefetchBytes = 1024;
 
 struct Pair {
@@ -33,6 +35,13 @@ inline __m256i broadcast(const void* p) {
     __builtin_memcpy(&bits, p, 4);
     return _mm256_set1_epi32(bits);
 }
+
+// acc += v in place: left to itself, GCC 12 copies every accumulator once per iteration.
+inline void add16(__m256i& acc, __m256i v) { __asm__("vpaddw %1, %0, %0" : "+x"(acc) : "x"(v)); }
+inline void add32(__m256i& acc, __m256i v) { __asm__("vpaddd %1, %0, %0" : "+x"(acc) : "x"(v)); }
+
+// Ends the compiler's wish to hold what p points at in registers across an iteration.
+inline void keep_in_memory(void* p) { __asm__ volatile("" : : "r"(p) : "memory"); }
 
 inline void prefetch(const void* p) {
     _mm_prefetch(static_cast<const char*>(p) + kPrefetchBytes, _MM_HINT_T0);
@@ -82,10 +91,6 @@ inline void for_row_tiles(int32_t begin, int32_t end, Tile tile) {
             return tile.template operator()<2>(row);
         case 3:
             return tile.template operator()<3>(row);
-        case 4:
-            return tile.template operator()<4>(row);
-        case 5:
-            return tile.template operator()<5>(row);
         default:
             return;
     }
@@ -99,35 +104,65 @@ inline __m256 odd(__m256i pair) {
     return _mm256_castsi256_ps(_mm256_and_si256(pair, _mm256_set1_epi32(int32_t(0xffff0000))));
 }
 
+// Rows of a tile widened to float32, 32 columns at a time: [k / 32][R][even 16, odd 16, 4 unused].
+// The gap puts the broadcasts of neighbouring rows on different banks of the first-level cache.
+template <int R>
+inline void widen_rows(const uint16_t* x, ptrdiff_t x_stride, int32_t columns, float* wide) {
+    for (int32_t k = 0; k < columns; k += 32) {
+        for (int r = 0; r < R; ++r, wide += kWideStride) {
+            const __m256i a = load(x + r * x_stride + k), b = load(x + r * x_stride + k + 16);
+            _mm256_storeu_ps(wide, even(a));
+            _mm256_storeu_ps(wide + 8, even(b));
+            _mm256_storeu_ps(wide + 16, odd(a));
+            _mm256_storeu_ps(wide + 24, odd(b));
+        }
+    }
+}
+
 // One chain of 16 fused multiply-adds per row and channel over the even or the odd columns.
 template <int R, bool kOdd>
-__attribute__((noinline)) void bf16_chain(const uint16_t* codes, const uint16_t* x, ptrdiff_t x_stride, Pair* chain) {
-    __m256 sum[R][2];
+inline void bf16_chain(const uint16_t* codes, const float* wide, __m256 (*sum)[2]) {
     for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_ps();
+#pragma GCC unroll 4
     for (int i = 0; i < 16; ++i) {
         const __m256i a = load(codes + 32 * i), b = load(codes + 32 * i + 16);
         const __m256 lo = kOdd ? odd(a) : even(a), hi = kOdd ? odd(b) : even(b);
         for (int r = 0; r < R; ++r) {
-            const __m256i pair = broadcast(x + r * x_stride + 2 * i);
-            const __m256 value = kOdd ? odd(pair) : even(pair);
+            const __m256 value = _mm256_broadcast_ss(wide + r * kWideStride + kOdd * 16 + i);
             sum[r][0] = _mm256_fmadd_ps(value, lo, sum[r][0]);
             sum[r][1] = _mm256_fmadd_ps(value, hi, sum[r][1]);
         }
     }
-    for (int r = 0; r < R; ++r) chain[r] = {sum[r][0], sum[r][1]};
+}
+
+// Not inlined: the registers are for one chain's sums, everything else waits in memory.
+template <int R>
+__attribute__((noinline)) void bf16_columns(const uint16_t* codes, const float* wide,
+                                            int32_t columns, Pair* acc) {
+    for (int32_t k = 0; k < columns; k += 32, wide += R * kWideStride) {
+        __m256 sum[R][2];
+        Pair evens[R];
+        bf16_chain<R, false>(codes + 16 * k, wide, sum);
+        for (int r = 0; r < R; ++r) evens[r] = {sum[r][0], sum[r][1]};
+        keep_in_memory(evens);
+        bf16_chain<R, true>(codes + 16 * k, wide, sum);
+        for (int r = 0; r < R; ++r) {
+            acc[r].lo = _mm256_add_ps(acc[r].lo, _mm256_add_ps(evens[r].lo, sum[r][0]));
+            acc[r].hi = _mm256_add_ps(acc[r].hi, _mm256_add_ps(evens[r].hi, sum[r][1]));
+        }
+        keep_in_memory(acc);
+    }
 }
 
 template <int R>
 inline void bf16_tile(const LinearWeight& w, const uint16_t* codes, const uint16_t* x, Pair* acc) {
+    alignas(64) float wide[R * kWideStride * kWideColumns / 32];
     for (int r = 0; r < R; ++r) acc[r].lo = acc[r].hi = _mm256_setzero_ps();
-    for (int32_t k = 0; k < w.k_padded; k += 32) {
-        Pair e[R], o[R];
-        bf16_chain<R, false>(codes + 16 * k, x + k, w.k_padded, e);
-        bf16_chain<R, true>(codes + 16 * k, x + k, w.k_padded, o);
-        for (int r = 0; r < R; ++r) {
-            acc[r].lo = _mm256_add_ps(acc[r].lo, _mm256_add_ps(e[r].lo, o[r].lo));
-            acc[r].hi = _mm256_add_ps(acc[r].hi, _mm256_add_ps(e[r].hi, o[r].hi));
-        }
+    for (int32_t k = 0; k < w.k_padded; k += kWideColumns) {
+        const int32_t left = w.k_padded - k;
+        const int32_t columns = left < kWideColumns ? left : kWideColumns;
+        widen_rows<R>(x + k, w.k_padded, columns, wide);
+        bf16_columns<R>(codes + int64_t(k) * 16, wide, columns, acc);
     }
 }
 
@@ -171,9 +206,10 @@ void bf16(const LinearWeight& w, const Activations& x, int32_t block_begin, int3
 
 // Adds the products of `columns` columns (a multiple of 4) to sum[r][half], exactly.
 template <int R>
-__attribute__((noinline)) void int8_dot(const int8_t* codes, const int8_t* x, ptrdiff_t x_stride, int32_t columns,
+inline void int8_dot(const int8_t* codes, const int8_t* x, ptrdiff_t x_stride, int32_t columns,
                      __m256i (*sum)[2]) {
     const __m256i ones = _mm256_set1_epi16(1);
+#pragma GCC unroll 1
     for (int32_t k = 0; k < columns; k += 4) {
         if (R == 1) prefetch(codes + 16 * k);
         const __m256i lo = load(codes + 16 * k), hi = load(codes + 16 * k + 32);
@@ -182,8 +218,8 @@ __attribute__((noinline)) void int8_dot(const int8_t* codes, const int8_t* x, pt
             const __m256i v = broadcast(x + r * x_stride + k);
             const __m256i p = _mm256_maddubs_epi16(abs_lo, _mm256_sign_epi8(v, lo));
             const __m256i q = _mm256_maddubs_epi16(abs_hi, _mm256_sign_epi8(v, hi));
-            sum[r][0] = _mm256_add_epi32(sum[r][0], _mm256_madd_epi16(p, ones));
-            sum[r][1] = _mm256_add_epi32(sum[r][1], _mm256_madd_epi16(q, ones));
+            add32(sum[r][0], _mm256_madd_epi16(p, ones));
+            add32(sum[r][1], _mm256_madd_epi16(q, ones));
         }
     }
 }
@@ -225,12 +261,13 @@ inline Pair load_scales(const void* values, int64_t index) {
 
 // sum[r][half] = products of one group; 4-bit codes packed as stored.
 template <int R>
-__attribute__((noinline)) void int4_dot(const uint8_t* codes, const int8_t* x, ptrdiff_t x_stride, int32_t columns,
+inline void int4_dot(const uint8_t* codes, const int8_t* x, ptrdiff_t x_stride, int32_t columns,
                      __m256i (*sum)[2]) {
     const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
     for (int32_t k = 0; k < columns; k += 32) {
         __m256i part[R][2];
         for (int r = 0; r < R; ++r) part[r][0] = part[r][1] = _mm256_setzero_si256();
+#pragma GCC unroll 1
         for (int i = 0; i < 4; ++i) {
             const uint8_t* bytes = codes + 8 * k + 64 * i;
             if (R == 1) prefetch(bytes);
@@ -241,10 +278,10 @@ __attribute__((noinline)) void int4_dot(const uint8_t* codes, const int8_t* x, p
             for (int r = 0; r < R; ++r) {
                 const __m256i u = broadcast(x + r * x_stride + k + 4 * i);
                 const __m256i v = broadcast(x + r * x_stride + k + 16 + 4 * i);
-                part[r][0] = _mm256_add_epi16(part[r][0], _mm256_maddubs_epi16(a_low, u));
-                part[r][1] = _mm256_add_epi16(part[r][1], _mm256_maddubs_epi16(b_low, u));
-                part[r][0] = _mm256_add_epi16(part[r][0], _mm256_maddubs_epi16(a_high, v));
-                part[r][1] = _mm256_add_epi16(part[r][1], _mm256_maddubs_epi16(b_high, v));
+                add16(part[r][0], _mm256_maddubs_epi16(a_low, u));
+                add16(part[r][1], _mm256_maddubs_epi16(b_low, u));
+                add16(part[r][0], _mm256_maddubs_epi16(a_high, v));
+                add16(part[r][1], _mm256_maddubs_epi16(b_high, v));
             }
         }
         for (int r = 0; r < R; ++r) {
@@ -256,18 +293,19 @@ __attribute__((noinline)) void int4_dot(const uint8_t* codes, const int8_t* x, p
 
 // The same with the codes unpacked to one per byte, [columns / 4][16][4].
 template <int R>
-__attribute__((noinline)) void panel_dot(const uint8_t* panel, const int8_t* x, ptrdiff_t x_stride, int32_t columns,
+inline void panel_dot(const uint8_t* panel, const int8_t* x, ptrdiff_t x_stride, int32_t columns,
                       __m256i (*sum)[2]) {
     const __m256i ones = _mm256_set1_epi16(1);
     for (int32_t k = 0; k < columns; k += 32) {
         __m256i part[R][2];
         for (int r = 0; r < R; ++r) part[r][0] = part[r][1] = _mm256_setzero_si256();
+#pragma GCC unroll 1
         for (int32_t i = k; i < k + 32; i += 4) {
             const __m256i a = load(panel + 16 * i), b = load(panel + 16 * i + 32);
             for (int r = 0; r < R; ++r) {
                 const __m256i v = broadcast(x + r * x_stride + i);
-                part[r][0] = _mm256_add_epi16(part[r][0], _mm256_maddubs_epi16(a, v));
-                part[r][1] = _mm256_add_epi16(part[r][1], _mm256_maddubs_epi16(b, v));
+                add16(part[r][0], _mm256_maddubs_epi16(a, v));
+                add16(part[r][1], _mm256_maddubs_epi16(b, v));
             }
         }
         for (int r = 0; r < R; ++r) {
@@ -294,20 +332,28 @@ enum class Codes { kInt8, kInt4, kInt4Panel };
 
 // Groups [group_begin, group_end) of one block against R rows: acc is read and written.
 // `codes` points at the first of these groups, x at the row's first column of the whole input.
-template <Codes kCodes, Scheme kScheme, ScaleType kScale, int R>
-inline void group_tile(const LinearWeight& w, const Activations& x, int32_t block,
-                       const uint8_t* codes, int32_t row, int32_t group_begin, int32_t group_end,
-                       Pair* acc) {
+// Not inlined: the registers are for the sums of one group, acc waits in memory.
+template <Codes kCodes, Scheme kScheme, ScaleType kScale, bool kGroup32, int R>
+__attribute__((noinline)) void group_tile(const LinearWeight& w, const Activations& x,
+                                          int32_t block, const uint8_t* codes, int32_t row,
+                                          int32_t group_begin, int32_t group_end, Pair* acc) {
     constexpr int32_t kColumnBytes = kCodes == Codes::kInt4 ? 8 : 16;
     const int8_t* x_codes = x.codes + int64_t(row) * w.k_padded;
     const float* x_scales = x.scales + int64_t(row) * w.num_groups;
     const int32_t* x_sums = x.sums + int64_t(row) * w.num_groups;
     for (int32_t g = group_begin; g < group_end; ++g) {
-        const int32_t begin = g * w.group, left = w.k_padded - begin;
-        const int32_t columns = left < w.group ? left : w.group;
-        const uint8_t* group_codes = codes + int64_t(begin - group_begin * w.group) * kColumnBytes;
+        const int32_t group = kGroup32 ? 32 : w.group;
+        const int32_t begin = g * group, left = w.k_padded - begin;
+        const int32_t columns = kGroup32 || left >= group ? group : left;
+        const uint8_t* group_codes = codes + int64_t(begin - group_begin * group) * kColumnBytes;
         __m256i sum[R][2];
-        for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
+        for (int r = 0; r < R; ++r) {
+            sum[r][0] = sum[r][1] = _mm256_setzero_si256();
+            if constexpr (kCodes != Codes::kInt8 && kScheme == Scheme::kSym) {
+                const int32_t sum_x = x_sums[int64_t(r) * w.num_groups + g];
+                sum[r][0] = sum[r][1] = _mm256_set1_epi32(-8 * sum_x);
+            }
+        }
         if constexpr (kCodes == Codes::kInt8) {
             int8_dot<R>(reinterpret_cast<const int8_t*>(group_codes), x_codes + begin, w.k_padded,
                         columns, sum);
@@ -335,10 +381,6 @@ inline void group_tile(const LinearWeight& w, const Activations& x, int32_t bloc
                 const __m256i v = _mm256_set1_epi32(sum_x);
                 sum[r][0] = _mm256_sub_epi32(sum[r][0], _mm256_madd_epi16(zero_lo, v));
                 sum[r][1] = _mm256_sub_epi32(sum[r][1], _mm256_madd_epi16(zero_hi, v));
-            } else if constexpr (kCodes != Codes::kInt8 && kScheme == Scheme::kSym) {
-                const __m256i offset = _mm256_set1_epi32(8 * sum_x);
-                sum[r][0] = _mm256_sub_epi32(sum[r][0], offset);
-                sum[r][1] = _mm256_sub_epi32(sum[r][1], offset);
             }
             const __m256 s = _mm256_set1_ps(sx);
             acc[r].lo = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[r][0]), _mm256_mul_ps(s, scale.lo),
@@ -351,6 +393,7 @@ inline void group_tile(const LinearWeight& w, const Activations& x, int32_t bloc
                 acc[r].hi = _mm256_fmadd_ps(u, minimum.hi, acc[r].hi);
             }
         }
+        keep_in_memory(acc);
     }
 }
 
@@ -365,7 +408,9 @@ void group_direct(const LinearWeight& w, const Activations& x, int32_t block_beg
         for_row_tiles(0, x.rows, [&]<int R>(int32_t row) {
             Pair acc[R];
             for (int r = 0; r < R; ++r) acc[r].lo = acc[r].hi = _mm256_setzero_ps();
-            group_tile<kCodes, kScheme, kScale, R>(w, x, block, codes, row, 0, w.num_groups, acc);
+            const auto tile = w.group == 32 ? group_tile<kCodes, kScheme, kScale, true, R>
+                                            : group_tile<kCodes, kScheme, kScale, false, R>;
+            tile(w, x, block, codes, row, 0, w.num_groups, acc);
             for (int r = 0; r < R; ++r) {
                 store(w, block, acc[r], out + (row + r) * out_stride, accumulate);
             }
@@ -393,8 +438,10 @@ void group_panels(const LinearWeight& w, const Activations& x, int32_t block_beg
                 unpack_panel(codes + int64_t(begin) * 8,
                              (stop < w.k_padded ? stop : w.k_padded) - begin, panel);
                 for_row_tiles(first, end, [&]<int R>(int32_t row) {
-                    group_tile<Codes::kInt4Panel, kScheme, kScale, R>(w, x, block, panel, row, g,
-                                                                      g_end, acc + (row - first));
+                    const auto tile =
+                        w.group == 32 ? group_tile<Codes::kInt4Panel, kScheme, kScale, true, R>
+                                      : group_tile<Codes::kInt4Panel, kScheme, kScale, false, R>;
+                    tile(w, x, block, panel, row, g, g_end, acc + (row - first));
                 });
             }
             for (int32_t row = first; row < end; ++row) {
