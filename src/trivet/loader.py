@@ -35,8 +35,12 @@ class LoadedModel:
     config: ModelConfig
     packed: PackedModel
     runner: ModelRunner
-    tokenizer: Tokenizer
     threads: int
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Built when first asked for: a worker never asks."""
+        return self.packed.tokenizer()
 
     @property
     def weights_form(self) -> str:
@@ -139,4 +143,4 @@ def load_model(config: ModelConfig, progress: Progress | None = None) -> LoadedM
     threads = config.threads or available_threads()
     # The native runner takes native arenas only, which the protocol cannot say.
     runner = cast("ModelRunner", native.load_model(packed, threads=threads, kv=config.kv))
-    return LoadedModel(config, packed, runner, packed.tokenizer(), threads)
+    return LoadedModel(config, packed, runner, threads)

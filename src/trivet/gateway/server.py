@@ -25,7 +25,7 @@ import uvloop
 from trivet.config import ServerConfig
 from trivet.errors import ConfigError, EngineError, TrivetError
 from trivet.gateway.app import Gateway, ModelFront, build_app
-from trivet.gateway.pool import WorkerPool
+from trivet.gateway.pool import WorkerHandle, WorkerPool
 from trivet.worker.frames import DEFAULT_FACTORY, WorkerConfig
 
 _BACKLOG = 2048
@@ -205,6 +205,8 @@ class Server:
                 else EngineError(failure.message)
             )
         gateway.pool.mark_started()
+        for note in dict.fromkeys(note for w in gateway.pool.workers for note in _notes(w)):
+            print(note, file=sys.stderr, flush=True)
         self._on_ready()
 
     async def _drain(self, gateway: Gateway) -> None:
@@ -214,6 +216,10 @@ class Server:
         deadline = self._loop.time() + self.config.drain_timeout_s
         while gateway.num_generations and self._num_stops < 2 and self._loop.time() < deadline:
             await asyncio.sleep(_DRAIN_POLL_S)
+
+
+def _notes(worker: WorkerHandle) -> list[str]:
+    return worker.ready.notes if worker.ready is not None else []
 
 
 def serve(config: ServerConfig, hooks: Hooks | None = None) -> int:
