@@ -13,7 +13,7 @@ from trivet.native import reference_linear as reference
 from trivet.native.packing import Layout, ScaleType
 from trivet.native.weights import hadamard_width, rotate
 
-WIDTHS = [1, 2, 31, 32, 33, 64, 100, 320, 576, 1536]
+WIDTHS = [1, 2, 31, 32, 33, 40, 48, 64, 100, 320, 576, 1536]
 
 
 def _layout(name: str, k: int) -> Layout:
