@@ -1,0 +1,42 @@
+"""The gateway's side of a model: find or make its packed cache, take the tokenizer from it.
+
+Packing happens here, before the workers are told to load, so that they only map what is there.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from trivet.config import ServerConfig
+from trivet.gateway.app import ModelFront
+from trivet.quant import load_packed
+
+_PROGRESS_S = 2.0  # a line of progress at most this often; nothing for a job that ends sooner
+
+
+class _Progress:
+    """Lines on standard error while a model is packed for the first time."""
+
+    def __init__(self) -> None:
+        self._printed_at = time.monotonic()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._printed_at >= _PROGRESS_S:
+            self._printed_at = now
+            print(f"{what}: {100 * done // max(1, total)} %", file=sys.stderr, flush=True)
+
+
+def load_front(config: ServerConfig) -> ModelFront:
+    """Raises CheckpointError or ConfigError: the model cannot be used."""
+    packed = load_packed(config.model.model, config.model.weights, progress=_Progress())
+    tokenizer = packed.tokenizer()
+    special = dict(tokenizer.data.special_tokens)
+    for name, token_id in (
+        ("bos_token", tokenizer.bos_id),
+        ("eos_token", next(iter(tokenizer.data.eos_ids), None)),
+    ):
+        if name not in special and token_id is not None:
+            special[name] = tokenizer.id_to_token(token_id) or ""
+    return ModelFront(tokenizer, special)
