@@ -319,7 +319,7 @@ INDEX_EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], tuple[str, ...]]] 
     "file missing": (lambda i: i["weight_map"].update({HF_UP: "none.safetensors"}), ("none",)),
     "wrong shard": (
         lambda i: i["weight_map"].update(
-            {n: "model-00001-of-00002.safetensors" for n in i["weight_map"]}
+            dict.fromkeys(i["weight_map"], "model-00001-of-00002.safetensors")
         ),
         ("missing",),
     ),
@@ -343,7 +343,7 @@ def test_random_damage_never_escapes(tmp_path: Path) -> None:
     whole = path.read_bytes()
     header = min(i.offset for i in open_model(resolve_model(path)).checkpoint.tensors.values())
     rng = np.random.default_rng(7)
-    refused = 0
+    messages = []
     for _ in range(150):
         data = bytearray(whole)
         for place in rng.integers(0, header, 3):
@@ -352,6 +352,6 @@ def test_random_damage_never_escapes(tmp_path: Path) -> None:
         try:
             _read_all(path)
         except CheckpointError as error:
-            assert "\n" not in str(error)
-            refused += 1
-    assert refused > 20
+            messages.append(str(error))
+    assert len(messages) > 20
+    assert not any("\n" in message for message in messages)

@@ -22,8 +22,10 @@ from jinja2 import nodes
 from trivet.errors import RequestError
 
 MAX_TEMPLATE_CHARS = 1 << 20
-MAX_STEPS = 2_000_000  # loop turns and calls of one rendering
-MAX_CHARS = 64 << 20  # characters produced by one rendering, intermediate strings included
+# Budget of one rendering: loop turns and calls; characters, intermediate strings included. Both grow
+# with the messages, so that a long chat is no attack and an attack stays short.
+BASE_STEPS, STEPS_PER_MESSAGE = 200_000, 500
+BASE_CHARS, CHARS_PER_CHAR = 4 << 20, 16
 _WIDE_METHODS = frozenset(
     ("center", "ljust", "rjust", "zfill", "expandtabs", "format", "format_map", "replace", "join")
 )
@@ -34,19 +36,19 @@ class _ExhaustedError(Exception):
 
 
 class _Budget:
-    def __init__(self) -> None:
-        self.steps = MAX_STEPS
-        self.chars = MAX_CHARS
+    def __init__(self, num_messages: int, num_chars: int) -> None:
+        self.steps = BASE_STEPS + STEPS_PER_MESSAGE * num_messages
+        self.chars = BASE_CHARS + CHARS_PER_CHAR * num_chars
 
     def step(self) -> None:
         self.steps -= 1
         if self.steps < 0:
-            raise _ExhaustedError(f"more than {MAX_STEPS} loop turns and calls")
+            raise _ExhaustedError("too many loop turns and calls")
 
     def produce(self, num_chars: int) -> None:
         self.chars -= num_chars
         if self.chars < 0:
-            raise _ExhaustedError(f"more than {MAX_CHARS} characters")
+            raise _ExhaustedError("too many characters")
 
 
 _budget: contextvars.ContextVar[_Budget] = contextvars.ContextVar("template_budget")
@@ -217,7 +219,8 @@ def render_chat(
     Raises RequestError (param ``messages``): the template refuses the messages, is broken, or
     exhausts its budget.
     """
-    token = _budget.set(_Budget())
+    num_chars = sum(len(str(message)) for message in messages) + len(str(extra))
+    token = _budget.set(_Budget(len(messages), num_chars))
     try:
         variables = {
             **special_tokens,

@@ -1,0 +1,149 @@
+"""Chat templates: what transformers' helpers do, and no way to run code or go on for ever."""
+
+from __future__ import annotations
+
+import datetime
+import time
+
+import pytest
+
+from trivet.checkpoint.template import render_chat
+from trivet.errors import RequestError
+
+MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+
+
+def _render(source: str, **extra: object) -> str:
+    return render_chat(source, MESSAGES, True, {"bos_token": "<s>"}, extra)
+
+
+def test_blocks_are_trimmed() -> None:
+    source = (
+        "{{ bos_token }}\n  {% for m in messages %}\n"
+        "{{ m.role }}:{{ m['content'] }}\n  {% endfor %}\n"
+    )
+    assert _render(source) == "<s>\nuser:hi\nassistant:ho\n"
+
+
+def test_loop_variables_and_controls_work() -> None:
+    source = (
+        "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ ' last' if loop.last }}"
+        "{% if loop.first %}{% continue %}{% endif %};{% break %}{% endfor %}"
+    )
+    assert _render(source) == "1/22/2 last;"
+
+
+def test_namespace_macro_and_set_blocks_work() -> None:
+    source = (
+        "{% set ns = namespace(n=0) %}{% macro tag(x) %}[{{ x }}]{% endmacro %}"
+        "{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ tag(m.role ~ ns.n) }}{% endfor %}"
+        "{% set body %}{{ ns.n }}!{% endset %}{{ body }}"
+    )
+    assert _render(source) == "[user1][assistant2]2!"
+
+
+def test_helpers_of_transformers_are_there() -> None:
+    assert _render("{{ messages[0] | tojson }}") == '{"role": "user", "content": "hi"}'
+    assert _render("{{ tools | tojson(indent=1) }}", tools=["\u00e9"]) == '[\n "\u00e9"\n]'
+    assert _render("{{ strftime_now('%Y') }}") == str(datetime.date.today().year)
+    assert _render("{{ 'a\\nb' | indent(2) }}") == "a\n  b"
+    assert _render("{{ messages | length }} {{ ' x ' | trim }}") == "2 x"
+
+
+def test_raise_exception_is_a_request_error() -> None:
+    with pytest.raises(RequestError, match="roles must alternate") as caught:
+        _render("{{ raise_exception('roles must alternate') }}")
+    assert caught.value.param == "messages"
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for %}",
+        "{{ nothing.there.at.all }}",
+        "{{ 1 / 0 }}",
+        "{{ messages[7].role.upper() }}",
+        "{{ messages | unknown_filter }}",
+        "{% include 'other' %}",
+        "{{ 'x' + 1 }}",
+        "{{ messages[0] | tojson(indent=100000) }}",
+    ],
+)
+def test_broken_templates_are_request_errors(source: str) -> None:
+    with pytest.raises(RequestError, match="chat template failed") as caught:
+        _render(source)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.__class__ }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ self.__init__ }}",
+        "{{ messages.append(1) }}",
+        "{{ '%s' | format(messages) }}",
+        "{{ '{0.__class__}'.format(messages) }}",
+        "{{ messages | attr('__class__') }}",
+    ],
+)
+def test_python_objects_are_out_of_reach(source: str) -> None:
+    try:
+        text = _render(source)
+    except RequestError:
+        return
+    assert text == ""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for a in range(99999) %}{{ 'x' * 100000 }}{% endfor %}",
+        "{{ 'x' * 10000000000 }}",
+        "{{ ('x' * 50000000) | length }}{{ ('x' * 50000000) | length }}",
+        "{{ [0] * 10000000000 }}",
+        "{{ 2 ** 99999999999 }}",
+        "{{ '%99999999999d' % 1 }}",
+        "{{ 'x'.ljust(99999999999) }}",
+        "{{ 'x'.center(99999999999) }}",
+        "{{ 'x' | center(99999999999) }}",
+        "{{ '{:99999999999}'.format(1) }}",
+        "{{ ('x' * 9999).replace('x', 'y' * 99999) }}",
+        "{% set ns = namespace(s='xx') %}{% for a in range(99) %}"
+        "{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+        "{% set ns = namespace(s='xx') %}{% for a in range(99) %}"
+        "{% set ns.s = ns.s + ns.s %}{% endfor %}",
+        "{% set ns = namespace(s='xx') %}{% for a in range(99) %}"
+        "{% set ns.s %}{{ ns.s }}{{ ns.s }}{% endset %}{% endfor %}",
+        "{% set ns = namespace(s=[1]) %}{% for a in range(99) %}"
+        "{% set ns.s = ns.s + ns.s %}{% endfor %}",
+        "{% set ns = namespace(n=3) %}{% for a in range(99) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
+        "{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{{ f(1) }}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% for a in [[1]] recursive %}{{ loop([[1]]) }}{% endfor %}",
+    ],
+)
+def test_endless_templates_end(source: str) -> None:
+    begin = time.monotonic()
+    with pytest.raises(RequestError, match="chat template failed"):
+        _render(source)
+    assert time.monotonic() - begin < 60
+
+
+def test_a_long_chat_is_within_the_budget() -> None:
+    messages = [{"role": "user", "content": "word " * 2000}] * 2000
+    source = (
+        "{% for m in messages %}{% for n in messages[:20] %}{% endfor %}"
+        "{{ '<' ~ m.role ~ '>' + m.content | trim + '\\n' }}{% endfor %}"
+    )
+    text = render_chat(source, messages, True, {}, {})
+    assert len(text) == 2000 * (9999 + 7)
+
+
+def test_a_huge_template_is_refused() -> None:
+    with pytest.raises(RequestError, match="characters"):
+        _render("x" * (1 << 20) + "y")
