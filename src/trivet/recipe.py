@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,6 +28,7 @@ from trivet.errors import CheckpointError, ConfigError
 
 VERSION = 1
 _MAX_FILE_BYTES = 4 << 20
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+\Z")
 _TABLES = {
     "speculation": ("draft", "draft_tokens"),
     "limits": ("max_model_len", "max_num_seqs", "max_step_tokens", "max_prefill_chunk"),
@@ -92,7 +93,7 @@ def _value(value: object) -> str:
     if isinstance(value, int):
         return str(value)
     if isinstance(value, float):
-        return repr(value) if math.isfinite(value) else ("nan" if math.isnan(value) else "inf")
+        return repr(value)  # TOML spells infinities and NaN as Python does
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_value(item) for item in value) + "]"
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
@@ -103,7 +104,7 @@ def _table_lines(name: str, table: Mapping[str, Any]) -> list[str]:
     lines = ["", f"[{name}]"]
     nested: list[str] = []
     for key, value in table.items():
-        quoted = key if key.replace("_", "").replace("-", "").isalnum() else _value(key)
+        quoted = key if _BARE_KEY.match(key) else _value(key)
         if value is None:
             continue
         if isinstance(value, Mapping):

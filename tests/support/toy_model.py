@@ -83,12 +83,12 @@ def make_toy_model(
         report=[SimpleNamespace(exact=True)],
         path=Path("toy.trivet"),
         notes=(),
+        tokenizer=lambda: ToyTokenizer(bos),
     )
     return ToyModel(
         config=config,
         packed=cast(Any, packed),
         runner=cast(Any, ToyRunner(64, seed=seed)),
-        tokenizer=cast(Any, ToyTokenizer(bos)),
         threads=1,
     )
 
