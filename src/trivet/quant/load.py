@@ -396,12 +396,11 @@ def _with_float_scales(weight: WeightTensor) -> WeightTensor:
 
 
 def _form(tensors: Mapping[str, PackedTensor]) -> str:
-    """The full form of the layers' weights, most common first when a file mixes several."""
-    forms = Counter(
-        WeightFormat.parse(t.format).full_form
-        for t in tensors.values()
-        if t.kind != "f32" and t.name.startswith("layers.")
-    )
+    """The full form of the layers' weights; of several, the one with most weights stands first."""
+    forms: Counter[str] = Counter()
+    for tensor in tensors.values():
+        if tensor.kind != "f32" and tensor.name.startswith("layers."):
+            forms[WeightFormat.parse(tensor.format).full_form] += tensor.n * tensor.k
     return "+".join(name for name, _ in forms.most_common())
 
 

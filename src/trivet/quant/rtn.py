@@ -25,6 +25,7 @@ Float32 = NDArray[np.float32]
 BF16 = WeightFormat(16)
 _CHUNK_VALUES = 1 << 20  # values worked on at once
 _F16_MAX = 65504.0
+_F32_LIMIT = 1e18  # squares of errors stay finite
 _SYM_STEPS = (-8.0, -8.6, -9.4, -7.4, 7.0)  # scale = (value of largest magnitude) / step
 _RANGE_SHARES = (1.0, 0.94, 0.88, 0.81)  # zp and min: share of the range that the codes span
 
@@ -236,8 +237,7 @@ def _to_int8_rows(source: SourceTensor, target: WeightFormat, kind: str) -> Conv
 
 def _to_groups(source: SourceTensor, target: WeightFormat, kind: str) -> Converted:
     """Codes and scales per group; scales in fp16 unless one is too large for it."""
-    with np.errstate(over="ignore"):
-        converted = _grouped(source, target, kind, np.float16)
+    converted = _grouped(source, target, kind, np.float16)
     if converted is None:
         converted = _grouped(source, target, kind, np.float32)
     if converted is None:
@@ -248,12 +248,13 @@ def _to_groups(source: SourceTensor, target: WeightFormat, kind: str) -> Convert
 def _grouped(
     source: SourceTensor, target: WeightFormat, kind: str, dtype: type[np.float16 | np.float32]
 ) -> Converted | None:
-    """None when a scale overflows the scale type."""
+    """None when values are too large for the scale type."""
     rows, k = source.shape
     group = target.group_size
     assert group is not None
     num_groups = -(-k // group)
     bits8 = target.bits == 8
+    limit = _F16_MAX if dtype is np.float16 else _F32_LIMIT
     codes: NDArray[Any] = np.empty((rows, k), np.int8 if bits8 else np.uint8)
     scales = np.empty((rows, num_groups), dtype)
     minima = np.empty_like(scales) if target.scheme is Scheme.MIN else None
@@ -264,11 +265,9 @@ def _grouped(
         values = float_rows(source, begin, end)
         padded = np.pad(values, ((0, 0), (0, num_groups * group - k)), mode="edge")
         blocks = padded.reshape(end - begin, num_groups, group)
+        if np.abs(values).max() > limit:
+            return None
         grid = solve(blocks)
-        if not np.isfinite(grid.scales).all():
-            return None
-        if grid.minima is not None and not np.isfinite(grid.minima).all():
-            return None
         flat = grid.codes.reshape(end - begin, -1)[:, :k]
         codes[begin:end], scales[begin:end] = flat, grid.scales
         if minima is not None:
@@ -342,8 +341,7 @@ def _best(blocks: Float32, offset: float, grids: Iterator[_Grid]) -> _Grid:
     best = next(grids)
     best_error = ((best.values(offset) - blocks) ** 2).sum(axis=2)
     for grid in grids:
-        with np.errstate(invalid="ignore", over="ignore"):
-            error = ((grid.values(offset) - blocks) ** 2).sum(axis=2)
+        error = ((grid.values(offset) - blocks) ** 2).sum(axis=2)
         better = error < best_error
         best_error = np.where(better, error, best_error)
         best.codes[better] = grid.codes[better]
