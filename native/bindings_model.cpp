@@ -240,6 +240,24 @@ nb::list sample_tokens(Model& model, const nb::sequence& inputs) {
     return sample_results_to_python(results, jobs);
 }
 
+nb::list token_logprobs(Model& model, int64_t first_logit, const std::vector<int32_t>& token_ids,
+                        int32_t top) {
+    const SampleKernels& kernels = sample::kernels_for(model.level());
+    const int32_t vocab = model.weights().vocab;
+    check_logprob_request(first_logit, token_ids, top, model.num_logits(), vocab);
+    std::vector<sample::TokenLogprob> results(token_ids.size());
+    {
+        const nb::gil_scoped_release release;
+        const std::lock_guard<std::mutex> lock(model.mutex());
+        model.pool().parallel_for(static_cast<int32_t>(results.size()), [&](int32_t i, int) {
+            results[static_cast<size_t>(i)] = sample::token_logprob(
+                kernels, model.logits() + (first_logit + i) * vocab, vocab,
+                token_ids[static_cast<size_t>(i)], top, sample::thread_scratch());
+        });
+    }
+    return logprobs_to_python(results);
+}
+
 void check_page(const Arena& arena, int32_t page) {
     if (page < 0 || page >= arena.geometry().num_pages) {
         throw std::invalid_argument("arena: page " + std::to_string(page) + " does not exist");
@@ -380,6 +398,10 @@ void bind_model(nb::module_& m) {
         .def("forward", &trivet::forward, "arena"_a, "tokens"_a, "segments"_a, "page_tables"_a,
              "logit_rows"_a, "layer_begin"_a, "layer_end"_a, "hidden"_a.none(),
              "hidden_out"_a.none(), "taps"_a)
+        .def("token_logprobs", &trivet::token_logprobs, "first_logit"_a, "token_ids"_a, "top"_a,
+             nb::sig(
+                 "def token_logprobs(self, first_logit: int, token_ids: Sequence[int], top: int) "
+                 "-> list[tuple[int, float, int, list[int], list[float]]]"))
         .def("sample", &trivet::sample_tokens, "inputs"_a,
              nb::sig("def sample(self, inputs: Sequence[object]) -> list[tuple[list[int], "
                      "list[tuple[int, float, int, list[int], list[float]]] | None]]"))

@@ -63,23 +63,18 @@ nb::list token_logprobs(const Logits& logits, int64_t first_logit,
                         const std::string& isa) {
     const SampleKernels& kernels = sample::kernels_for(parse_level(isa));
     const int64_t vocab_size = static_cast<int64_t>(logits.shape(1));
-    check_rows(first_logit, static_cast<int64_t>(token_ids.size()),
-               static_cast<int64_t>(logits.shape(0)));
-    for (int32_t token : token_ids) check_token(token, vocab_size);
-    if (top < 0) throw std::invalid_argument("top: must be at least 0");
-    std::vector<sample::TokenLogprob> results;
+    check_logprob_request(first_logit, token_ids, top, static_cast<int64_t>(logits.shape(0)),
+                          vocab_size);
+    std::vector<sample::TokenLogprob> results(token_ids.size());
     {
         const nb::gil_scoped_release release;
-        sample::Scratch& scratch = sample::thread_scratch();
-        for (size_t i = 0; i < token_ids.size(); ++i) {
+        for (size_t i = 0; i < results.size(); ++i) {
             const float* row = logits.data() + (first_logit + static_cast<int64_t>(i)) * vocab_size;
-            results.push_back(sample::token_logprob(kernels, row, static_cast<int32_t>(vocab_size),
-                                                    token_ids[i], top, scratch));
+            results[i] = sample::token_logprob(kernels, row, static_cast<int32_t>(vocab_size),
+                                               token_ids[i], top, sample::thread_scratch());
         }
     }
-    nb::list list;
-    for (const sample::TokenLogprob& logprob : results) list.append(logprob_to_python(logprob));
-    return list;
+    return logprobs_to_python(results);
 }
 
 }  // namespace
@@ -116,11 +111,22 @@ SampleJobs parse_sample_inputs(nb::sequence inputs, const float* logits, int64_t
     return parsed;
 }
 
-nb::tuple logprob_to_python(const sample::TokenLogprob& logprob) {
-    nb::list top_logprobs;
-    for (float value : logprob.top_logprobs) top_logprobs.append(static_cast<double>(value));
-    return nb::make_tuple(logprob.token, static_cast<double>(logprob.logprob), logprob.rank,
-                          to_list(logprob.top_ids), top_logprobs);
+void check_logprob_request(int64_t first_logit, const std::vector<int32_t>& token_ids, int32_t top,
+                           int64_t num_rows, int64_t vocab_size) {
+    check_rows(first_logit, static_cast<int64_t>(token_ids.size()), num_rows);
+    for (int32_t token : token_ids) check_token(token, vocab_size);
+    if (top < 0) throw std::invalid_argument("top: must be at least 0");
+}
+
+nb::list logprobs_to_python(const std::vector<sample::TokenLogprob>& logprobs) {
+    nb::list list;
+    for (const sample::TokenLogprob& logprob : logprobs) {
+        nb::list top_logprobs;
+        for (float value : logprob.top_logprobs) top_logprobs.append(static_cast<double>(value));
+        list.append(nb::make_tuple(logprob.token, static_cast<double>(logprob.logprob),
+                                   logprob.rank, to_list(logprob.top_ids), top_logprobs));
+    }
+    return list;
 }
 
 nb::list sample_results_to_python(const std::vector<sample::Result>& results,
@@ -129,11 +135,7 @@ nb::list sample_results_to_python(const std::vector<sample::Result>& results,
     for (size_t i = 0; i < results.size(); ++i) {
         nb::object logprobs = nb::none();
         if (jobs.jobs[i].state->params().logprobs) {
-            nb::list values;
-            for (const sample::TokenLogprob& value : results[i].logprobs) {
-                values.append(logprob_to_python(value));
-            }
-            logprobs = values;
+            logprobs = logprobs_to_python(results[i].logprobs);
         }
         list.append(nb::make_tuple(to_list(results[i].tokens), logprobs));
     }
@@ -193,8 +195,14 @@ void bind_sampler(nb::module_& m) {
 
     m.def(
         "sample", &trivet::sample_rows, "logits"_a, "inputs"_a, "isa"_a,
-        "Draw tokens for each SampleInput from logits float32 [L, V]; see trivet.native.sampling.");
+        nb::sig("def sample(logits: NDArray[numpy.float32], inputs: Sequence[object], isa: str) -> "
+                "list[tuple[list[int], list[tuple[int, float, int, list[int], list[float]]] | "
+                "None]]"),
+        "Draw tokens for each SampleInput from logits [L, V]; see trivet.native.sampling.");
     m.def("token_logprobs", &trivet::token_logprobs, "logits"_a, "first_logit"_a, "token_ids"_a,
           "top"_a, "isa"_a,
+          nb::sig("def token_logprobs(logits: NDArray[numpy.float32], first_logit: int, "
+                  "token_ids: Sequence[int], top: int, isa: str) -> "
+                  "list[tuple[int, float, int, list[int], list[float]]]"),
           "Log-probability of token_ids[i] under row first_logit + i; see trivet.native.sampling.");
 }

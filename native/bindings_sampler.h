@@ -26,7 +26,11 @@ SampleJobs parse_sample_inputs(nanobind::sequence inputs, const float* logits, i
 nanobind::list sample_results_to_python(const std::vector<sample::Result>& results,
                                         const SampleJobs& jobs);
 
-// A tuple in the field order of trivet.request.Logprob.
-nanobind::tuple logprob_to_python(const sample::TokenLogprob& logprob);
+// Throws std::invalid_argument when rows or token ids lie outside float32 [num_rows, vocab_size].
+void check_logprob_request(int64_t first_logit, const std::vector<int32_t>& token_ids, int32_t top,
+                           int64_t num_rows, int64_t vocab_size);
+
+// Tuples in the field order of trivet.request.Logprob.
+nanobind::list logprobs_to_python(const std::vector<sample::TokenLogprob>& logprobs);
 
 }  // namespace trivet
