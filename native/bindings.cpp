@@ -10,6 +10,7 @@
 
 namespace nb = nanobind;
 
+void bind_kernels(nb::module_& m);
 void bind_linear(nb::module_& m);
 void bind_model(nb::module_& m);
 void bind_sampler(nb::module_& m);
@@ -27,6 +28,7 @@ NB_MODULE(_core, m) {
             return levels;
         },
         "Every instruction-set level, lowest first, with why it cannot run here (empty: it can).");
+    bind_kernels(m);
     bind_linear(m);
     bind_model(m);
     bind_sampler(m);

@@ -42,7 +42,10 @@ nb::list to_list(const std::vector<int32_t>& values) {
     return list;
 }
 
-nb::list sample_rows(const Logits& logits, nb::sequence inputs, const std::string& isa) {
+using RawList = nb::typed<nb::list, nb::any>;
+
+RawList sample_rows(const Logits& logits, const nb::typed<nb::sequence, nb::object>& inputs,
+                    const std::string& isa) {
     const SampleKernels& kernels = sample::kernels_for(parse_level(isa));
     const SampleJobs jobs =
         parse_sample_inputs(inputs, logits.data(), static_cast<int64_t>(logits.shape(0)),
@@ -58,9 +61,8 @@ nb::list sample_rows(const Logits& logits, nb::sequence inputs, const std::strin
     return sample_results_to_python(results, jobs);
 }
 
-nb::list token_logprobs(const Logits& logits, int64_t first_logit,
-                        const std::vector<int32_t>& token_ids, int32_t top,
-                        const std::string& isa) {
+RawList token_logprobs(const Logits& logits, int64_t first_logit,
+                       const std::vector<int32_t>& token_ids, int32_t top, const std::string& isa) {
     const SampleKernels& kernels = sample::kernels_for(parse_level(isa));
     const int64_t vocab_size = static_cast<int64_t>(logits.shape(1));
     check_logprob_request(first_logit, token_ids, top, static_cast<int64_t>(logits.shape(0)),

@@ -42,7 +42,9 @@ def isa_report(isa: str | None = None) -> IsaReport:
     refused = {name: reason for name, reason in levels if reason}
     names = tuple(name for name, _ in levels)
     usable = [name for name in names if name not in refused]
-    field, wanted = ("isa", isa) if isa is not None else (ISA_VARIABLE, os.environ.get(ISA_VARIABLE))
+    field, wanted = (
+        ("isa", isa) if isa is not None else (ISA_VARIABLE, os.environ.get(ISA_VARIABLE))
+    )
     if wanted is None:
         return IsaReport(usable[-1], False, names, refused)
     if wanted in refused:

@@ -150,16 +150,16 @@ class Taps:
             return len(_POINTS) - 1, 0, spec.hidden_size
         parts = point.split(".")
         if len(parts) == 3 and parts[0] == "layer" and parts[2] in _POINTS[:-1]:
-            widths = (spec.hidden_size, spec.num_heads * spec.head_dim)
-            widths = (*widths, spec.hidden_size, spec.ffn_size)
+            q_size, hidden = spec.num_heads * spec.head_dim, spec.hidden_size
+            widths = (hidden, q_size, hidden, spec.ffn_size)
             if parts[1].isdecimal() and int(parts[1]) < spec.num_layers:
                 index = _POINTS.index(parts[2])
                 return index, int(parts[1]), widths[index]
         raise ValueError(f"there is no tap point {point!r}")
 
-    def bind(self, num_rows: int, num_logits: int) -> list[tuple[int, int, int, NDArray[Any]]]:
-        """The native form for one forward call; fresh arrays for copies."""
-        bound = []
+    def bind(self, num_rows: int, num_logits: int) -> list[object]:
+        """(point, layer, sink, array) for one forward call; fresh arrays for copies."""
+        bound: list[object] = []
         for point, copies in self._copies.items():
             index, layer, width = self._parsed[point]
             rows = num_logits if point == "final" else num_rows
@@ -310,14 +310,15 @@ class NativeModel:
         return to_results(self._native.sample(inputs))
 
     def token_logprobs(self, first_logit: int, token_ids: Sequence[int], top: int) -> list[Logprob]:
-        logits, ids = self._native.logits(), list(token_ids)
-        return to_logprobs(_core.token_logprobs(logits, first_logit, ids, top, self.isa))
+        return to_logprobs(self._native.token_logprobs(first_logit, list(token_ids), top))
 
     def times_s(self) -> dict[str, float]:
-        """Seconds by class of operation since the last reset: embedding, prepare (norm, gate and
-        quantization of linear inputs), linear_qkv, attention (rope and KV writes included),
-        linear_o, linear_gate_up, linear_down, head; and wait, the part of these in which the calling
-        thread waited for others."""
+        """Seconds by class of operation since the last reset.
+
+        embedding; prepare (norm, gate and quantization of linear inputs); linear_qkv; attention (rope
+        and KV writes included); linear_o; linear_gate_up; linear_down; head; and wait, the part of
+        all these in which the calling thread waited for others.
+        """
         return {name: nanoseconds / 1e9 for name, nanoseconds in self._native.times_ns().items()}
 
     def reset_times(self) -> None:

@@ -1,0 +1,201 @@
+// Single kernels of any level outside the linears, for tests: the model's forward calls the same
+// tables without passing through here.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "core/buffer.h"
+#include "core/dispatch.h"
+#include "core/fp_state.h"
+#include "kernels/math/math.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+using namespace trivet;
+
+template <class T, size_t Rank>
+using Array = nb::ndarray<T, nb::ndim<Rank>, nb::c_contig, nb::device::cpu>;
+
+void require(bool holds, const char* what) {
+    if (!holds) throw std::invalid_argument(what);
+}
+
+const MathKernels& math_table(const std::string& level) {
+#ifdef TRIVET_X86
+    switch (parse_level(level)) {
+        case Level::kAvx2:
+            return avx2::math_kernels;
+        case Level::kAvx512:
+        case Level::kAmx:
+            return avx512::math_kernels;
+        default:
+            break;
+    }
+#endif
+    return generic::math_kernels;
+}
+
+void apply_math(const std::string& level, const std::string& function,
+                const Array<const float, 1>& x, const Array<float, 1>& out) {
+    require(x.size() == out.size(), "x and out have one length");
+    const MathKernels& table = math_table(level);
+    require(function == "exp" || function == "log", "function is exp or log");
+    const FpState fp_state;
+    (function == "exp" ? table.exp : table.log)(x.data(), static_cast<int32_t>(x.size()),
+                                                out.data());
+}
+
+void rms_norm(const std::string& level, const Array<const float, 2>& x,
+              const Array<const float, 1>& gain, float eps, const Array<float, 2>& out) {
+    const size_t n = x.shape(1);
+    require(n > 0 && gain.size() == n && out.shape(0) == x.shape(0) && out.shape(1) == n,
+            "x and out are [rows, n], gain is [n]");
+    const Kernels kernels = kernels_for(parse_level(level));
+    const FpState fp_state;
+    for (size_t row = 0; row < x.shape(0); ++row) {
+        kernels.norm->rms_norm(x.data() + row * n, gain.data(), static_cast<int32_t>(n), eps,
+                               out.data() + row * n);
+    }
+}
+
+void rope(const std::string& level, const Array<const float, 2>& x,
+          const Array<const float, 2>& cos, const Array<const float, 2>& sin,
+          const Array<float, 2>& out) {
+    const size_t rows = x.shape(0), half = x.shape(1) / 2;
+    require(x.shape(1) % 2 == 0 && cos.shape(0) == rows && cos.shape(1) == half &&
+                sin.shape(0) == rows && sin.shape(1) == half && out.shape(0) == rows &&
+                out.shape(1) == 2 * half,
+            "x and out are [rows, 2 * half], cos and sin are [rows, half]");
+    const Kernels kernels = kernels_for(parse_level(level));
+    const FpState fp_state;
+    for (size_t row = 0; row < rows; ++row) {
+        kernels.rope->rotate(x.data() + row * 2 * half, cos.data() + row * half,
+                             sin.data() + row * half, static_cast<int32_t>(half),
+                             out.data() + row * 2 * half);
+    }
+}
+
+void silu_mul(const std::string& level, const Array<const float, 1>& gate,
+              const Array<const float, 1>& up, const Array<float, 1>& out) {
+    require(gate.size() == up.size() && up.size() == out.size(), "all arrays have one length");
+    const Kernels kernels = kernels_for(parse_level(level));
+    const FpState fp_state;
+    kernels.activation->silu_mul(gate.data(), up.data(), static_cast<int32_t>(gate.size()),
+                                 out.data());
+}
+
+KvKind kv_kind(int kind) {
+    require(kind == 0 || kind == 1, "the KV format is not known");
+    return static_cast<KvKind>(kind);
+}
+
+void store_token(int kind, const Array<const uint8_t, 1>& k, float k_scale,
+                 const Array<const uint8_t, 1>& v, float v_scale, int32_t slot,
+                 const Array<uint8_t, 1>& page) {
+    const bool is_bf16 = kv_kind(kind) == KvKind::kBf16;
+    const int32_t dim = static_cast<int32_t>(k.size()) / (is_bf16 ? 2 : 1);
+    require(dim > 0 && dim % 2 == 0 && v.size() == k.size(), "k and v are one head");
+    require(slot >= 0 && slot < kPageTokens, "slot lies in the page");
+    require(static_cast<int64_t>(page.size()) == page_block(kv_kind(kind), dim).bytes,
+            "page is one page block");
+    if (is_bf16) {
+        store_token_bf16(reinterpret_cast<const uint16_t*>(k.data()),
+                         reinterpret_cast<const uint16_t*>(v.data()), dim, slot, page.data());
+    } else {
+        store_token_int8(reinterpret_cast<const int8_t*>(k.data()), k_scale,
+                         reinterpret_cast<const int8_t*>(v.data()), v_scale, dim, slot,
+                         page.data());
+    }
+}
+
+void attention_span(const std::string& level, int kind, const Array<const uint16_t, 2>& q,
+                    int32_t group, const Array<const int32_t, 1>& valid,
+                    const Array<const uint8_t, 2>& pages, float sm_scale, const Array<float, 1>& m,
+                    const Array<float, 1>& l, const Array<float, 2>& o) {
+    const auto num_q = static_cast<int32_t>(q.shape(0)), dim = static_cast<int32_t>(q.shape(1));
+    const auto rows = static_cast<int32_t>(valid.size());
+    require(dim > 0 && dim % 2 == 0 && rows > 0 && group > 0 && num_q == rows * group,
+            "q is [rows * group, head_dim], valid is [rows]");
+    require(m.size() == q.shape(0) && l.size() == q.shape(0) && o.shape(0) == q.shape(0) &&
+                o.shape(1) == q.shape(1),
+            "m and l are [rows * group], o is like q");
+    const PageBlock block = page_block(kv_kind(kind), dim);
+    require(static_cast<int64_t>(pages.shape(1)) == block.bytes, "pages are page blocks");
+    for (int32_t r = 0; r < rows; ++r) {
+        require(valid.data()[r] >= 1 && valid.data()[r] <= kSpanTokens &&
+                    (r == 0 || valid.data()[r] >= valid.data()[r - 1]),
+                "valid is 1 to 256, never falling");
+    }
+    const int32_t needed = (valid.data()[rows - 1] + kPageTokens - 1) / kPageTokens;
+    require(static_cast<int32_t>(pages.shape(0)) >= needed, "too few pages");
+    // Page blocks are 64-byte aligned in an arena; numpy's arrays need not be.
+    Buffer<uint8_t> aligned;
+    aligned.reserve(needed * block.bytes);
+    const uint8_t* span_pages[kSpanPages] = {};
+    for (int32_t p = 0; p < needed; ++p) {
+        std::copy_n(pages.data() + p * block.bytes, block.bytes, aligned.data() + p * block.bytes);
+        span_pages[p] = aligned.data() + p * block.bytes;
+    }
+    Buffer<float> scratch;
+    scratch.reserve(span_scratch_floats(num_q, dim));
+    const SpanTask task = {q.data(),       rows,       group,         dim,
+                           valid.data(),   span_pages, kv_kind(kind), sm_scale,
+                           scratch.data(), m.data(),   l.data(),      o.data()};
+    const Kernels kernels = kernels_for(parse_level(level));
+    const FpState fp_state;
+    kernels.attention->span(task);
+}
+
+void attention_merge(const std::string& level, const Array<const float, 1>& m2,
+                     const Array<const float, 1>& l2, const Array<const float, 2>& o2,
+                     const Array<float, 1>& m, const Array<float, 1>& l, const Array<float, 2>& o) {
+    const size_t n = o.shape(0);
+    require(m2.size() == n && l2.size() == n && m.size() == n && l.size() == n &&
+                o2.shape(0) == n && o2.shape(1) == o.shape(1),
+            "all have the same vectors");
+    const Kernels kernels = kernels_for(parse_level(level));
+    const FpState fp_state;
+    kernels.attention->merge(static_cast<int32_t>(n), static_cast<int32_t>(o.shape(1)), m2.data(),
+                             l2.data(), o2.data(), m.data(), l.data(), o.data());
+}
+
+void attention_finish(const std::string& level, const Array<const float, 1>& l,
+                      const Array<const float, 2>& o, const Array<float, 2>& out) {
+    require(l.size() == o.shape(0) && out.shape(0) == o.shape(0) && out.shape(1) == o.shape(1),
+            "all have the same vectors");
+    const Kernels kernels = kernels_for(parse_level(level));
+    const FpState fp_state;
+    kernels.attention->finish(static_cast<int32_t>(o.shape(0)), static_cast<int32_t>(o.shape(1)),
+                              l.data(), o.data(), out.data(), static_cast<ptrdiff_t>(out.shape(1)));
+}
+
+}  // namespace
+
+void bind_kernels(nb::module_& m) {
+    m.def("kernel_math", apply_math, "level"_a, "function"_a, "x"_a, "out"_a,
+          "exp or log of x into out.");
+    m.def("kernel_rms_norm", rms_norm, "level"_a, "x"_a, "gain"_a, "eps"_a, "out"_a,
+          "RMSNorm of rows of x into out.");
+    m.def("kernel_rope", rope, "level"_a, "x"_a, "cos"_a, "sin"_a, "out"_a,
+          "Rows of x rotated into out.");
+    m.def("kernel_silu_mul", silu_mul, "level"_a, "gate"_a, "up"_a, "out"_a,
+          "silu(gate) * up into out.");
+    m.def("kernel_store_token", store_token, "kind"_a, "k"_a, "k_scale"_a, "v"_a, "v_scale"_a,
+          "slot"_a, "page"_a, "One token's K and V, passed as bytes, into a slot of a page block.");
+    m.def("kernel_attention_span", attention_span, "level"_a, "kind"_a, "q"_a, "group"_a, "valid"_a,
+          "pages"_a, "sm_scale"_a, "m"_a, "l"_a, "o"_a,
+          "One span of attention over page blocks; writes m, l and o.");
+    m.def("kernel_attention_merge", attention_merge, "level"_a, "m2"_a, "l2"_a, "o2"_a, "m"_a,
+          "l"_a, "o"_a, "Takes a later span into m, l and o.");
+    m.def("kernel_attention_finish", attention_finish, "level"_a, "l"_a, "o"_a, "out"_a,
+          "o / l into out.");
+}

@@ -1,0 +1,19 @@
+#include "kernels/math/math.h"
+#include "kernels/math/scalar.h"
+
+namespace trivet::generic {
+namespace {
+
+void exp(const float* x, int32_t n, float* out) {
+    for (int32_t i = 0; i < n; ++i) out[i] = exp_f32(x[i]);
+}
+
+void log(const float* x, int32_t n, float* out) {
+    for (int32_t i = 0; i < n; ++i) out[i] = log_f32(x[i]);
+}
+
+}  // namespace
+
+const MathKernels math_kernels = {exp, log};
+
+}  // namespace trivet::generic

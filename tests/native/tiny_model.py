@@ -1,0 +1,228 @@
+"""Random tiny models for the forward's tests, as packed bytes for the core and as the reference."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trivet.config import KVFormat, Scheme, WeightFormat
+from trivet.models import ModelSpec, rope_tables
+from trivet.native import Arena, NativeModel, StepInput, load_model
+from trivet.native.packing import Layout, pack
+from trivet.native.reference import ReferenceLayer, ReferenceLinear, ReferenceModel
+from trivet.native.reference_linear import to_bf16
+from trivet.native.weights import WeightTensor
+
+FORMATS = ["bf16", "w8a8", "w8a8-g32", "w4a8-g32", "w4a8-g32-zp", "w4a8-g64-min"]
+
+
+def small_spec(**changes: object) -> ModelSpec:
+    """Grouped queries, odd sizes, a head_dim that is not a multiple of 32."""
+    base = ModelSpec(
+        family="llama",
+        hidden_size=96,
+        num_layers=2,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=20,
+        ffn_size=136,
+        vocab_size=53,
+        max_positions=600,
+        tied_embeddings=True,
+        eos_ids=(2,),
+    )
+    return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True)
+class TinyTensor:
+    """What the core is told of a tensor (`trivet.native.model.Tensor`)."""
+
+    kind: str
+    n: int
+    k: int
+    group: int
+    scheme: str
+    scale_type: str | None
+    codes: int
+    scales: int | None = None
+    minima: int | None = None
+    zeros: int | None = None
+    bias: int | None = None
+
+
+class TinyPacked:
+    """A packed model in memory (`trivet.native.model.Packed`)."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        self.tensors: dict[str, TinyTensor] = {}
+        self.numerics_id = "tiny"
+        self._bytes = bytearray()
+
+    @property
+    def buffer(self) -> memoryview:
+        aligned = np.empty(len(self._bytes) + 64, np.uint8)
+        start = -aligned.ctypes.data % 64
+        aligned[start : start + len(self._bytes)] = np.frombuffer(self._bytes, np.uint8)
+        return memoryview(aligned[start : start + len(self._bytes)]).toreadonly()
+
+    def append(self, array: NDArray[np.generic]) -> int:
+        self._bytes.extend(bytes(-len(self._bytes) % 64))
+        offset = len(self._bytes)
+        self._bytes.extend(np.ascontiguousarray(array).tobytes())
+        return offset
+
+    def add_floats(self, name: str, values: NDArray[np.float32]) -> None:
+        rows = values.reshape(-1, values.shape[-1])
+        offset = self.append(rows)
+        self.tensors[name] = TinyTensor("f32", *rows.shape, 0, "sym", None, offset)
+
+    def add_weight(self, name: str, linear: ReferenceLinear) -> None:
+        packed = pack(linear.weight)
+        layout: Layout = packed.layout
+        parts = {part: self.append(array) for part, array in packed.arrays.items()}
+        bias: int | None = None
+        if linear.bias is not None:
+            padded = np.zeros(layout.n_padded, np.float32)
+            padded[: layout.n] = linear.bias
+            bias = self.append(padded)
+        plain = layout.format.bits == 16
+        self.tensors[name] = TinyTensor(
+            layout.kind.name.lower(),
+            layout.n,
+            layout.k,
+            0 if plain else layout.group,
+            layout.format.scheme.value,
+            None if plain else layout.scale_type.name.lower(),
+            bias=bias,
+            **parts,
+        )
+
+
+def random_weight(rng: np.random.Generator, format: WeightFormat, n: int, k: int) -> WeightTensor:
+    """A weight whose rows have a norm near one, so that activations keep their size."""
+    if format.bits == 16:
+        values = rng.standard_normal((n, k)) / np.sqrt(k)
+        return WeightTensor(format, to_bf16(values.astype(np.float32)))
+    groups = 1 if format.group_size is None else -(-k // format.group_size)
+    spread = rng.uniform(0.5, 1.5, (n, groups)) / np.sqrt(k)
+    dtype = np.float32 if format.group_size is None else np.float16
+    if format.bits == 8:
+        codes8 = rng.integers(-127, 128, (n, k), dtype=np.int8)
+        return WeightTensor(format, codes8, (spread / 73).astype(dtype))
+    scales = (spread / 4.6).astype(dtype)
+    codes4 = rng.integers(0, 16, (n, k), dtype=np.uint8)
+    minima = zeros = None
+    if format.scheme is Scheme.MIN:
+        minima = (scales * rng.uniform(-9, -6, scales.shape)).astype(dtype)
+    if format.scheme is Scheme.ZP:
+        zeros = rng.integers(5, 11, scales.shape, dtype=np.uint8)
+    return WeightTensor(format, codes4, scales, minima, zeros)
+
+
+def make_model(
+    format_name: str, spec: ModelSpec | None = None, seed: int = 0
+) -> tuple[TinyPacked, ReferenceModel]:
+    """A random model in one weight format: packed, and as the reference."""
+    spec = small_spec() if spec is None else spec
+    rng = np.random.default_rng(seed)
+    format = WeightFormat.parse(format_name)
+    table = format if format.bits == 16 else WeightFormat(8, 32)
+
+    def norm(n: int) -> NDArray[np.float32]:
+        return rng.uniform(0.5, 1.5, n).astype(np.float32)
+
+    def linear(n: int, k: int, has_bias: bool) -> ReferenceLinear:
+        bias = rng.standard_normal(n).astype(np.float32) * np.float32(0.1) if has_bias else None
+        return ReferenceLinear(random_weight(rng, format, n, k), bias)
+
+    hidden, ffn = spec.hidden_size, spec.ffn_size
+    layers = [
+        ReferenceLayer(
+            attn_norm=norm(hidden),
+            ffn_norm=norm(hidden),
+            qkv=linear(spec.q_size + 2 * spec.kv_size, hidden, spec.qkv_bias),
+            o=linear(hidden, spec.q_size, spec.o_bias),
+            gate_up=linear(2 * ffn, hidden, spec.mlp_bias),
+            down=linear(hidden, ffn, spec.mlp_bias),
+        )
+        for _ in range(spec.num_layers)
+    ]
+    cos, sin = rope_tables(spec)
+    head = random_weight(rng, table, spec.vocab_size, hidden)
+    embedding = head if spec.tied_embeddings else random_weight(rng, table, *head.shape)
+    model = ReferenceModel(
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        norm_eps=spec.norm_eps,
+        cos=cos,
+        sin=sin,
+        embedding=embedding,
+        layers=layers,
+        final_norm=norm(hidden),
+        head=head,
+    )
+    packed = TinyPacked(spec)
+    packed.add_floats("rope.cos", cos)
+    packed.add_floats("rope.sin", sin)
+    packed.add_floats("final_norm", model.final_norm)
+    packed.add_weight("head", ReferenceLinear(head))
+    if not spec.tied_embeddings:
+        packed.add_weight("embed", ReferenceLinear(embedding))
+    for index, layer in enumerate(layers):
+        packed.add_floats(f"layers.{index}.attn_norm", layer.attn_norm)
+        packed.add_floats(f"layers.{index}.mlp_norm", layer.ffn_norm)
+        for name in ("qkv", "o", "gate_up", "down"):
+            packed.add_weight(f"layers.{index}.{name}", getattr(layer, name))
+    return packed, model
+
+
+class Runs:
+    """Several requests on one native model and arena, stepped by hand."""
+
+    def __init__(
+        self,
+        packed: TinyPacked,
+        *,
+        kv: KVFormat = KVFormat.BF16,
+        threads: int = 1,
+        isa: str | None = None,
+        num_requests: int = 1,
+        max_tokens: int = 64,
+        seed: int = 0,
+    ) -> None:
+        self.model: NativeModel = load_model(packed, threads=threads, isa=isa, kv=kv)
+        per_request = -(-max_tokens // 32)
+        self.arena = Arena(self.model.kv_geometry(), num_requests * per_request + 1)
+        # Pages in no order, and page 0 left to nobody.
+        order = np.random.default_rng(seed).permutation(num_requests * per_request) + 1
+        self.tables = order.reshape(num_requests, per_request).astype(np.int32)
+        self.lengths = [0] * num_requests
+
+    def step(self, parts: list[tuple[int, NDArray[np.int32]]]) -> NDArray[np.float32]:
+        """Run (request, next tokens) of several requests in one step: logits of every row."""
+        segments, row = [], 0
+        for request, tokens in parts:
+            segments.append((row, len(tokens), self.lengths[request], request))
+            row += len(tokens)
+            self.lengths[request] += len(tokens)
+        step = StepInput(
+            np.concatenate([tokens for _, tokens in parts]).astype(np.int32),
+            np.array(segments, np.int32).reshape(-1, 4),
+            self.tables,
+            np.arange(row, dtype=np.int32),
+        )
+        self.model.forward(step, self.arena)
+        return self.model.logits()
+
+
+def logits_of(
+    packed: TinyPacked, tokens: NDArray[np.int32], **options: object
+) -> NDArray[np.float32]:
+    """Logits of every row of one prompt run whole."""
+    runs = Runs(packed, max_tokens=len(tokens), **options)  # type: ignore[arg-type]
+    return runs.step([(0, tokens)])
