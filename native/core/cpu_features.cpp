@@ -65,6 +65,12 @@ Refusals detect() {
         }
     };
     finish(Level::kAvx2, 0x6, "AVX");
+#ifdef TRIVET_EMULATED
+    // native/emulation runs the levels above on AVX2.
+    finish(Level::kAvx512, 0x6, "AVX");
+    finish(Level::kAmx, 0x6, "AVX");
+    return refusals;
+#endif
 
     require(extended.ebx >> 16 & 1, "avx512f", missing);
     require(extended.ebx >> 17 & 1, "avx512dq", missing);
