@@ -45,7 +45,10 @@ RUNGS = ("bf16", "w8a8", "w4", "int8-kv", "ngram", "chunked-prefill")
 GATES = ("fast", "full", "off")
 PREFILL_CHUNK = 128
 _QUALITY_SHARE = 0.35  # of the budget goes to quality
+_LEAST_TOKENS, _MOST_TOKENS = 128, 4096  # scored of each corpus when the budget decides
+_PASSES_OF_A_PAIR = 2.5  # what comparing a model with the baseline costs, in passes of one model
 _MIN_ROUNDS, _MAX_ROUNDS = 2, 5
+_LEAST_MIXED_S = 4.0  # of one run of the mixed load
 _MIN_GAIN = 1.0
 _MIN_KV_GAIN = 0.95  # int8 KV is there for memory: it may cost this much speed
 _SIZES = ((256, 64, 8, 128, 48), (192, 48, 4, 96, 32), (96, 24, 4, 48, 16), (32, 12, 2, 24, 8))
@@ -61,7 +64,7 @@ class LadderOptions:
     gate        ``fast`` or ``full`` (both: the corpora rule), or ``off``: quality is not measured
     budget_s    seconds the whole ladder may take, loading and packing aside
     corpora     text files, or None for the built-in corpora
-    max_tokens  tokens scored of each corpus; None: what the budget allows, up to 4096
+    max_tokens  tokens scored of each corpus; None: what the budget allows, 128 to 4096
     """
 
     model: str
@@ -209,6 +212,7 @@ class _Climb:
         self._current = self._base
         self._current_quality: QualityReport | None = None
         self._started = 0.0
+        self._prefill_tok_s = 0.0  # of the accepted setting
         self._names = [name for name in RUNGS if name == "bf16" or name in options.rungs]
         self._done = 0
 
@@ -230,7 +234,9 @@ class _Climb:
         rungs: list[Rung] = []
         for name in self._names:
             self._advance(name)
+            begin = time.monotonic()
             rung = self._measure(name)
+            rung.details["seconds"] = time.monotonic() - begin
             rungs.append(rung)
             self._done += 1
             on_rung(rung)
@@ -329,23 +335,34 @@ class _Climb:
         assert self._base_model is not None
         corpora = load_corpora(self._options.corpora)
         context = min(1024, self._base_model.runner.max_positions)
+
+        def encode(max_tokens: int) -> list[EncodedCorpus]:
+            assert self._base_model is not None
+            return encode_corpora(
+                self._base_model.tokenizer,
+                corpora,
+                max_tokens=max_tokens,
+                context=context,
+                stride=context,
+            )
+
         max_tokens = self._options.max_tokens
         if max_tokens is None:
-            num_scored = sum(name in ("bf16", "w8a8", "w4", "int8-kv") for name in self._names)
-            # Two models read every token, and their logits are compared in numpy.
-            token_s = 2 / self._speeds.prefill_tok_s
-            token_s += self._base_model.runner.vocab_size * 5e-8
-            room = _QUALITY_SHARE * self._options.budget_s / (num_scored * len(corpora) * token_s)
-            max_tokens = int(min(4096, max(min(128, context), room)))
+            least = min(_LEAST_TOKENS, context)
+            sample = encode(least)
+            base = new_scorer(self._base_model, context)
+            begin = time.monotonic()
+            measure_quality({"sample": base}, sample)
+            token_s = (time.monotonic() - begin) / sum(one.num_tokens for one in sample)
+            # Every rung but the first reads every token with two models and compares their logits.
+            passes = 1 + _PASSES_OF_A_PAIR * sum(
+                n in ("w8a8", "w4", "int8-kv") for n in self._names
+            )
+            room = _QUALITY_SHARE * self._options.budget_s / (passes * len(corpora) * token_s)
+            max_tokens = int(min(_MOST_TOKENS, max(least, room)))
             if max_tokens > context:
                 max_tokens -= max_tokens % context
-        self._encoded = encode_corpora(
-            self._base_model.tokenizer,
-            corpora,
-            max_tokens=max_tokens,
-            context=context,
-            stride=context,
-        )
+        self._encoded = encode(max_tokens)
 
     def _measure(self, name: str) -> Rung:
         if name == "chunked-prefill":
@@ -353,7 +370,9 @@ class _Climb:
         setting, change = self._propose(name)
         form, is_exact = self._form_of(setting)
         rung = Rung(name, change, form, is_exact, setting.kv, setting.draft)
+        begin = time.monotonic()
         rung.quality = self._quality(setting, name)
+        rung.details["quality_seconds"] = time.monotonic() - begin
         gate = None
         if rung.quality is not None:
             gate = judge_corpora(rung.quality)
@@ -362,6 +381,9 @@ class _Climb:
         self._decide(rung, gate.reasons if gate is not None else [])
         if rung.in_recipe:
             self._current = setting
+            if rung.ttft_s:
+                single = self._workload.singles[0]
+                self._prefill_tok_s = len(single.prompts[0]) / rung.ttft_s
         self._prune()
         return rung
 
@@ -473,15 +495,17 @@ class _Climb:
             rung.verdict = judge_corpora(rung.quality).verdict.value
         process = self._process(setting)
         room = process.facts["max_positions"]
-        long_tokens = max(1, min(1024, room - 8))
-        chat_tokens = max(1, min(64, room - 32))
         until = self._slice_end()
         left = max(until - time.monotonic(), 0.0)
-        duration = min(12.0, max(1.0, left / (2 * (_MIN_ROUNDS + 1))))
-        prefill_s = long_tokens / self._speeds.prefill_tok_s
+        duration = min(12.0, max(_LEAST_MIXED_S, left / (2 * (_MIN_ROUNDS + 1))))
+        # Long prompts keep the engine busy for about a third of the time.
+        every_s = duration / 4
+        affordable = int(every_s / 3 * self._prefill_tok_s)
+        long_tokens = max(1, min(1024, room - 8, max(2 * PREFILL_CHUNK, affordable)))
+        chat_tokens = max(1, min(32, room - 32))
         load = MixedLoad(
             streams=3,
-            long_every_s=max(duration / 4, min(2 * prefill_s, duration / 2)),
+            long_every_s=every_s,
             duration_s=duration,
             chat_output_tokens=max(1, min(32, room - chat_tokens)),
         )

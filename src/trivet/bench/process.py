@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from trivet.config import ModelConfig
-from trivet.errors import ConfigError, EngineError, TrivetError
+from trivet.errors import CheckpointError, ConfigError, EngineError, TrivetError
 
 
 class EngineProcess:
@@ -92,8 +92,12 @@ class EngineProcess:
             self._process.wait()
 
 
-class _RemoteError(TrivetError):
-    """An error of the child whose message is already the user's line."""
+class _RemoteCheckpointError(CheckpointError):
+    """A CheckpointError of the child; its message is already the user's line."""
+
+    def __init__(self, message: str) -> None:
+        TrivetError.__init__(self, message)
+        self.path, self.tensor, self.reason = "", None, message
 
 
 def _rebuild(answer: Mapping[str, Any]) -> TrivetError:
@@ -102,4 +106,6 @@ def _rebuild(answer: Mapping[str, Any]) -> TrivetError:
         return ConfigError(field, value, allowed)
     if answer["error"] == "EngineError":
         return EngineError(answer["message"])
-    return _RemoteError(answer["message"])
+    if answer["error"] == "CheckpointError":
+        return _RemoteCheckpointError(answer["message"])
+    return TrivetError(answer["message"])

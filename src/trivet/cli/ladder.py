@@ -111,8 +111,6 @@ def _line(rung: Rung) -> str:
 
 
 def _print_table(out: Output, model: str, rungs: list[Rung]) -> None:
-    from trivet.sizing import format_bytes
-
     rows = []
     for rung in rungs:
         deltas = [q.delta_ppl for q in rung.quality.corpora] if rung.quality is not None else []
@@ -124,7 +122,7 @@ def _print_table(out: Output, model: str, rungs: list[Rung]) -> None:
                 number(None if rung.ttft_s is None else 1000 * rung.ttft_s),
                 number(None if rung.tpot_s is None else 1000 * rung.tpot_s),
                 number(rung.out_tok_s),
-                format_bytes(rung.peak_rss_bytes) if rung.peak_rss_bytes else None,
+                number(rung.peak_rss_bytes / 2**20) if rung.peak_rss_bytes else None,
                 f"{max(known):+.3f}" if known else None,
                 number(overall.mean_kl) if overall is not None else None,
                 _gain(rung.gain_over_previous),
@@ -133,7 +131,7 @@ def _print_table(out: Output, model: str, rungs: list[Rung]) -> None:
             )
         )
     heads = (
-        "rung", "TTFT ms", "TPOT ms", "out tok/s", "memory", "delta ppl", "KL", "gain", "total", "in",
+        "rung", "TTFT ms", "TPOT ms", "tok/s", "MiB", "delta ppl", "KL", "gain", "total", "in",
     )  # fmt: skip
     out.table(model, heads, rows)
 

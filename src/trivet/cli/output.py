@@ -19,6 +19,7 @@ from trivet.json_values import plain
 if TYPE_CHECKING:
     from rich.console import Console
 
+_FILE_WIDTH = 110  # columns of a table that is not written to a terminal
 _QUIET_S = 1.0  # a job that ends sooner shows no bar
 
 
@@ -33,7 +34,10 @@ class Output:
         """The console for result tables."""
         from rich.console import Console
 
-        return Console(stderr=self.as_json, highlight=False, soft_wrap=False)
+        console = Console(stderr=self.as_json, highlight=False, soft_wrap=False)
+        if not console.is_terminal:
+            console.width = _FILE_WIDTH
+        return console
 
     def note(self, text: str) -> None:
         """A line about the run on standard error."""
