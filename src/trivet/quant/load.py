@@ -206,6 +206,12 @@ def _check_tables(file: PackedFile, spec: ModelSpec) -> None:
         tensor = file.tensors.get(name)
         if tensor is None or (tensor.n, tensor.k) != shape:
             raise CheckpointError(file.path, f"is missing or not {list(shape)}; delete it", name)
+        is_vector = name.startswith("rope.") or name.endswith("_norm")
+        is_looked_up = name == "embed" or (name == "head" and spec.tied_embeddings)
+        if (tensor.kind == "f32") != is_vector or (
+            is_looked_up and tensor.kind not in ("bf16", "int8_group")
+        ):
+            raise CheckpointError(file.path, f"cannot be of kind {tensor.kind}; delete it", name)
 
 
 def _make_cache(
