@@ -1,5 +1,5 @@
 // The sampler's kernels for AVX2 and FMA: 8 lanes.
-#include <immintrin.h>
+#include "kernels/math/avx2.h"
 
 #include "kernels/sample/kernels.h"
 #include "kernels/sample/sample_math.h"
@@ -19,7 +19,6 @@ inline Floats min(Floats a, Floats b) { return _mm256_min_ps(a, b); }
 inline Floats sub(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
 inline Floats mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
 inline Floats div(Floats a, Floats b) { return _mm256_div_ps(a, b); }
-inline Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
 
 inline uint32_t mask_at_least(Floats a, Floats b) {
     return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GE_OQ)));
@@ -35,13 +34,6 @@ inline float horizontal_max(Floats a) {
     __m128 m = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     m = _mm_max_ps(m, _mm_movehl_ps(m, m));
     return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
-}
-
-// 2^n for shifted = n + kRoundMagic.
-inline Floats power_of_two(Floats shifted) {
-    const __m256i n =
-        _mm256_sub_epi32(_mm256_castps_si256(shifted), _mm256_castps_si256(splat(kRoundMagic)));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
 }
 
 // Sixteen running sums in double; vector i holds lanes 4i to 4i+3.

@@ -1,5 +1,5 @@
 // The sampler's kernels for AVX-512 F, DQ: 16 lanes.
-#include <immintrin.h>
+#include "kernels/math/avx512.h"
 
 #include "kernels/sample/kernels.h"
 #include "kernels/sample/sample_math.h"
@@ -19,7 +19,6 @@ inline Floats min(Floats a, Floats b) { return _mm512_min_ps(a, b); }
 inline Floats sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
 inline Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
 inline Floats div(Floats a, Floats b) { return _mm512_div_ps(a, b); }
-inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 
 inline uint32_t mask_at_least(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
 inline uint32_t mask_above(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
@@ -28,13 +27,6 @@ inline Floats zero_unless_at_least(Floats value, Floats a, Floats b) {
 }
 
 inline float horizontal_max(Floats a) { return _mm512_reduce_max_ps(a); }
-
-// 2^n for shifted = n + kRoundMagic.
-inline Floats power_of_two(Floats shifted) {
-    const __m512i n =
-        _mm512_sub_epi32(_mm512_castps_si512(shifted), _mm512_castps_si512(splat(kRoundMagic)));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23));
-}
 
 // Sixteen running sums in double; vector i holds lanes 8i to 8i+7.
 struct LaneSums {

@@ -34,21 +34,7 @@ float group_max(const float* x, int32_t n, float* out) {
 }
 
 // exp_scaled (sample_math.h) of every lane.
-inline Floats exp_lanes(Floats x) {
-    const Floats clamped = max(x, splat(kExpLow));
-    const Floats shifted = fma(clamped, splat(kLog2E), splat(kRoundMagic));
-    const Floats n = sub(shifted, splat(kRoundMagic));
-    Floats r = fma(n, splat(-kLn2High), clamped);
-    r = fma(n, splat(-kLn2Low), r);
-    Floats p = fma(splat(kExp7), r, splat(kExp6));
-    p = fma(p, r, splat(kExp5));
-    p = fma(p, r, splat(kExp4));
-    p = fma(p, r, splat(kExp3));
-    p = fma(p, r, splat(kExp2));
-    p = fma(p, r, splat(1.0f));
-    p = fma(p, r, splat(1.0f));
-    return zero_unless_at_least(mul(p, power_of_two(shifted)), x, splat(kScaledMin));
-}
+inline Floats exp_lanes(Floats x) { return zero_unless_at_least(exp_ps(x), x, splat(kScaledMin)); }
 
 inline Floats scale(Floats logits, Floats row_max, Floats temperature) {
     return div(sub(logits, row_max), temperature);
