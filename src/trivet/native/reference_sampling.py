@@ -39,7 +39,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trivet.native.api import SampleInput, SampleResult
-from trivet.native.reference_linear import add32, div32, fma32, mul32
+from trivet.native.reference import exp32
+from trivet.native.reference_linear import add32, div32, mul32
 from trivet.request import Logprob, SamplingParams
 
 Float32 = NDArray[np.float32]
@@ -49,31 +50,12 @@ UInt32 = NDArray[np.uint32]
 MIN_TEMPERATURE = 1e-5
 _SCALED_MIN = np.float32(-87.0)
 _FLOAT_MAX = np.finfo(np.float32).max
-_EXP_COEFFICIENTS = (
-    1.9875691500e-4,
-    1.3981999507e-3,
-    8.3334519073e-3,
-    4.1665795894e-2,
-    1.6666665459e-1,
-    5.0000001201e-1,
-    1.0,
-    1.0,
-)
-_ROUND_MAGIC = np.float32(12582912.0)
 
 
 def exp_scaled(x: Float32) -> Float32:
     """exp(x) for x <= 0 by the contract's polynomial; exactly 0 below -87 and for NaN."""
-    clamped = np.where(x >= _SCALED_MIN, x, _SCALED_MIN).astype(np.float32)
-    shifted = fma32(clamped, np.float32(1.44269504088896341), _ROUND_MAGIC)
-    n = shifted - _ROUND_MAGIC
-    r = fma32(n, np.float32(-0.693359375), clamped)
-    r = fma32(n, np.float32(2.12194440e-4), r)
-    y: Float32 = np.full_like(r, _EXP_COEFFICIENTS[0])
-    for coefficient in _EXP_COEFFICIENTS[1:]:
-        y = fma32(y, r, np.float32(coefficient))
-    power = ((n.astype(np.int32) + 127) << 23).view(np.float32)
-    return np.where(x >= _SCALED_MIN, y * power, np.float32(0.0)).astype(np.float32)
+    kept = np.where(x >= _SCALED_MIN, x, _SCALED_MIN).astype(np.float32)
+    return np.where(x >= _SCALED_MIN, exp32(kept), np.float32(0.0)).astype(np.float32)
 
 
 def log_positive(x: Float64) -> Float64:
