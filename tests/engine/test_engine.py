@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from support.engine_driver import Driver, OracleDrafter, make_config, make_request, run_alone
-from support.toy_runner import ToyArena, ToyRunner
+from support.toy_runner import ToyArena, ToyRunner, ToySampler
 from trivet.engine import Engine
 from trivet.errors import ConfigError, RequestError
 from trivet.request import (
@@ -25,6 +25,20 @@ PROMPT = list(range(1, 41))
 
 def _ids(count: int, salt: int = 0) -> list[int]:
     return [(17 * i + 5 * salt + i * i // 5) % 63 + 1 for i in range(count)]
+
+
+class _RecordingRunner(ToyRunner):
+    """Keeps the sampler states it hands out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samplers: list[ToySampler] = []
+
+    def new_sampler(
+        self, params: SamplingParams, choice_index: int, prompt_ids: Sequence[int]
+    ) -> ToySampler:
+        self.samplers.append(super().new_sampler(params, choice_index, prompt_ids))
+        return self.samplers[-1]
 
 
 # --- admission --------------------------------------------------------------------------------
@@ -160,7 +174,8 @@ def test_nothing_after_a_stop_inside_a_draft_leaks(make_driver: MakeDriver, draf
     stop = next(t for i, t in enumerate(truth) if i > 15 and t not in truth[:i])
     index = truth.index(stop)
     drafter = OracleDrafter({"a": PROMPT + truth}) if drafted else None
-    driver = make_driver(make_config(draft_tokens=8), drafter)
+    runner = _RecordingRunner()
+    driver = make_driver(make_config(draft_tokens=8), drafter, runner)
     driver.add(make_request("a", PROMPT, logprobs=1, **{**params, "stop_token_ids": [stop]}))
     outcome = driver.run()["a"]
     assert outcome.token_ids == truth[: index + 1]
@@ -169,6 +184,7 @@ def test_nothing_after_a_stop_inside_a_draft_leaks(make_driver: MakeDriver, draf
     stats = driver.engine.stats
     assert stats.num_output_tokens == index + 1
     assert stats.speculation.num_accepted_tokens == outcome.finished.times.accepted_tokens
+    assert runner.samplers[0].counts.sum() == index + 1, "penalties count what is committed"
     if drafted:
         assert stats.num_steps < index
         # Each verified draft commits its accepted tokens and, unless it ends there, one more.
