@@ -9,6 +9,7 @@ is better than the range alone.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -62,6 +63,34 @@ class _Grid:
             values = values + self.minima[:, :, None]
         result: Float32 = values.astype(np.float32)
         return result
+
+
+class _Tally:
+    """Adds up, run by run, what changed and how large the source is."""
+
+    def __init__(self) -> None:
+        self.is_exact = True
+        self._error = self._norm = 0.0
+
+    def add(self, kept: NDArray[Any], want: NDArray[Any]) -> None:
+        """One run of rows: the values kept and the values wanted, of one shape [n, K]."""
+        change = kept - want
+        if change.any():
+            self.is_exact = False
+            self._error += _square_sum(change)
+        self._norm += _square_sum(want)
+
+    def converted(self, weight: WeightTensor, note: str = "") -> Converted:
+        return Converted(weight, math.sqrt(self._error), math.sqrt(self._norm), note)
+
+
+def _square_sum(values: NDArray[Any]) -> float:
+    """Sum of squares of rows; float32 within a row where that is enough."""
+    total = float(np.einsum("ij,ij->i", values, values).sum(dtype=np.float64))
+    if math.isfinite(total):
+        return total
+    wide = values.astype(np.float64)
+    return float(np.einsum("ij,ij->", wide, wide))
 
 
 def source_type(source: SourceTensor) -> str:
@@ -164,11 +193,10 @@ def _without_extreme_codes(source: WeightTensor) -> Converted:
     codes = np.ascontiguousarray(padded[:, :k])
     weight = dataclasses.replace(source, codes=codes, scales=scales, exact=False)
     note = f"{int(bad.sum())} groups held the code -128 and were rounded to 127"
-    error = 0.0
+    tally = _Tally()
     for begin, end in _row_runs(*weight.shape):
-        want = float_rows(source, begin, end).astype(np.float64)
-        error += float(((float_rows(weight, begin, end) - want) ** 2).sum())
-    return Converted(weight, float(np.sqrt(error)), frobenius(source), note)
+        tally.add(float_rows(weight, begin, end), float_rows(source, begin, end))
+    return tally.converted(weight, note)
 
 
 def _row_runs(rows: int, columns: int) -> Iterator[tuple[int, int]]:
@@ -181,8 +209,8 @@ def frobenius(source: SourceTensor) -> float:
     """The Frobenius norm of a tensor."""
     total = 0.0
     for begin, end in _row_runs(source.shape[0], source.shape[1]):
-        total += float((float_rows(source, begin, end).astype(np.float64) ** 2).sum())
-    return float(np.sqrt(total))
+        total += _square_sum(float_rows(source, begin, end))
+    return math.sqrt(total)
 
 
 def _rounded(source: SourceTensor, target: WeightFormat) -> Converted:
@@ -197,21 +225,19 @@ def _rounded(source: SourceTensor, target: WeightFormat) -> Converted:
 def _to_bf16(source: SourceTensor, kind: str) -> Converted:
     rows, k = source.shape
     codes = np.empty((rows, k), np.uint16)
-    error = norm = 0.0
+    tally = _Tally()
     for begin, end in _row_runs(rows, k):
         values = float_rows(source, begin, end)
         bits = values.view(np.uint32)
         rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
-        rounded[(bits & 0x7F800000) == 0] &= 0x8000  # subnormal numbers count as zero
+        tiny = (bits & 0x7F800000) == 0
+        rounded = np.where(tiny, rounded & 0x8000, rounded)  # subnormal numbers count as zero
         codes[begin:end] = rounded
         kept = (rounded << 16).view(np.float32)
         if not np.isfinite(kept).all():
             raise QuantError("a value is too large for bf16")
-        wide = values.astype(np.float64)
-        error += float(((kept - wide) ** 2).sum())
-        norm += float((wide**2).sum())
-    weight = WeightTensor(BF16, codes, exact=error == 0.0, source=kind)
-    return Converted(weight, float(np.sqrt(error)), float(np.sqrt(norm)))
+        tally.add(kept, values)
+    return tally.converted(WeightTensor(BF16, codes, exact=tally.is_exact, source=kind))
 
 
 def _to_int8_rows(source: SourceTensor, target: WeightFormat, kind: str) -> Converted:
@@ -220,19 +246,17 @@ def _to_int8_rows(source: SourceTensor, target: WeightFormat, kind: str) -> Conv
     scales = np.empty((rows, 1), np.float32)
     width = hadamard_width(k)
     rotation = rotate(np.eye(width))  # one product per run is faster than butterflies
-    error = norm = 0.0
+    tally = _Tally()
     for begin, end in _row_runs(rows, k):
         blocks = float_rows(source, begin, end).astype(np.float64).reshape(-1, width)
         values = (blocks @ rotation).reshape(end - begin, k)
         scale = (np.abs(values).max(axis=1, keepdims=True) / 127).astype(np.float32)
         code = np.rint(values / np.where(scale == 0, 1, scale)).clip(-127, 127)
         codes[begin:end], scales[begin:end] = code, scale
-        error += float(((code * scale - values) ** 2).sum())  # a rotation keeps the norm
-        norm += float((values**2).sum())
+        tally.add(code * scale, values)  # a rotation keeps the norm
     if not np.isfinite(scales).all():
         raise QuantError("a value is too large for int8 rows")
-    weight = WeightTensor(target, codes, scales, exact=error == 0.0, source=kind)
-    return Converted(weight, float(np.sqrt(error)), float(np.sqrt(norm)))
+    return tally.converted(WeightTensor(target, codes, scales, exact=tally.is_exact, source=kind))
 
 
 def _to_groups(source: SourceTensor, target: WeightFormat, kind: str) -> Converted:
@@ -260,7 +284,7 @@ def _grouped(
     minima = np.empty_like(scales) if target.scheme is Scheme.MIN else None
     zeros = np.empty(scales.shape, np.uint8) if target.scheme is Scheme.ZP else None
     solve = _solver(target, lambda x: x.astype(dtype).astype(np.float32))
-    error = norm = 0.0
+    tally = _Tally()
     for begin, end in _row_runs(rows, k):
         values = float_rows(source, begin, end)
         padded = np.pad(values, ((0, 0), (0, num_groups * group - k)), mode="edge")
@@ -275,11 +299,10 @@ def _grouped(
         if zeros is not None and grid.zeros is not None:
             zeros[begin:end] = grid.zeros
         kept = grid.values(0.0 if bits8 or minima is not None else 8.0)
-        wide = values.astype(np.float64)
-        error += float(((kept.reshape(end - begin, -1)[:, :k] - wide) ** 2).sum())
-        norm += float((wide**2).sum())
-    weight = WeightTensor(target, codes, scales, minima, zeros, exact=error == 0.0, source=kind)
-    return Converted(weight, float(np.sqrt(error)), float(np.sqrt(norm)))
+        tally.add(kept.reshape(end - begin, -1)[:, :k], values)
+    return tally.converted(
+        WeightTensor(target, codes, scales, minima, zeros, exact=tally.is_exact, source=kind)
+    )
 
 
 def _solver(
@@ -338,10 +361,16 @@ def _solver(
 
 def _best(blocks: Float32, offset: float, grids: Iterator[_Grid]) -> _Grid:
     """Per group, the candidate with the smallest squared error; the first wins a tie."""
+
+    def block_error(grid: _Grid) -> Float32:
+        change = grid.values(offset) - blocks
+        result: Float32 = np.einsum("ngk,ngk->ng", change, change)
+        return result
+
     best = next(grids)
-    best_error = ((best.values(offset) - blocks) ** 2).sum(axis=2)
+    best_error = block_error(best)
     for grid in grids:
-        error = ((grid.values(offset) - blocks) ** 2).sum(axis=2)
+        error = block_error(grid)
         better = error < best_error
         best_error = np.where(better, error, best_error)
         best.codes[better] = grid.codes[better]
