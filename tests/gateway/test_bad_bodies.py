@@ -266,15 +266,38 @@ def test_fields_that_change_nothing_are_accepted(http: httpx.Client) -> None:
 
 
 def test_null_means_absent(http: httpx.Client) -> None:
-    names = (
-        "model n stream stream_options seed stop max_tokens min_tokens temperature top_p top_k min_p "
-        "presence_penalty frequency_penalty repetition_penalty logit_bias logprobs tools suffix "
-        "best_of user response_format ignore_eos stop_token_ids echo guided_json"
-    ).split()
-    body = {**{name: None for name in names}, "prompt": "hello"}
+    names = [
+        "model",
+        "n",
+        "stream",
+        "stream_options",
+        "seed",
+        "stop",
+        "max_tokens",
+        "min_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "logprobs",
+        "tools",
+        "suffix",
+        "best_of",
+        "user",
+        "response_format",
+        "ignore_eos",
+        "stop_token_ids",
+        "echo",
+        "guided_json",
+    ]
+    body: dict[str, Any] = {**dict.fromkeys(names), "prompt": "hello"}
     answer = http.post(TEXT, json=body).json()
     assert answer["usage"]["completion_tokens"] == 16
-    message = {
+    message: dict[str, Any] = {
         "role": "user",
         "content": "x",
         "name": None,

@@ -105,7 +105,7 @@ class WorkerHandle:
         self.load_failure: LoadFailed | None = None
         self.stats = EngineStats()
         self.restarts = 0
-        self.changed = asyncio.Event()  # ready, or failed to load
+        self.changed = asyncio.Event()  # ready, or given up
         self.link_lost = asyncio.Event()
         self._observer = observer
         self._process: subprocess.Popen[bytes] | None = None
@@ -220,8 +220,7 @@ class WorkerHandle:
                 self._observer.worker_ready(self)
                 self.changed.set()
             case LoadFailed():
-                self.load_failure = message
-                self.changed.set()
+                self.load_failure = message  # the end of the process follows
             case Stats(stats):
                 self._observer.worker_stats(self, stats)
                 self.stats = stats
@@ -245,6 +244,7 @@ class WorkerHandle:
 
     async def stop(self, state: str = "stopped") -> int | None:
         """Close the socket, wait for the process, kill it if it stays; returns its exit status."""
+        is_loading = self.state == "starting"  # it does not look at its socket: nothing to wait for
         self.state = state
         self.stats = EngineStats()
         self.ready = None
@@ -254,6 +254,8 @@ class WorkerHandle:
         process, self._process, self.pid = self._process, None, None
         if process is None:
             return None
+        if is_loading:
+            process.kill()
         try:
             return await asyncio.to_thread(process.wait, _EXIT_S)
         except subprocess.TimeoutExpired:
