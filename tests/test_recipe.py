@@ -12,12 +12,12 @@ from trivet.errors import CheckpointError, ConfigError, TrivetError
 from trivet.recipe import Recipe, is_recipe, load_recipe
 
 _SCALARS = st.one_of(
-    st.text(st.characters(blacklist_categories=("Cs",)), max_size=12),
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=12),
     st.integers(-(2**60), 2**60),
     st.floats(allow_nan=False),
     st.booleans(),
 )
-_KEYS = st.text(st.characters(blacklist_categories=("Cs",)), min_size=1, max_size=8)
+_KEYS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
 _TABLES = st.dictionaries(
     _KEYS,
     st.one_of(

@@ -108,7 +108,7 @@ def test_bad_options_are_refused() -> None:
         ("max_tokens", {"max_tokens": 1}),
     ):
         with pytest.raises(ConfigError, match=field):
-            LadderOptions(model="demo", **settings)  # type: ignore[arg-type]
+            LadderOptions(model="demo", **settings)
 
 
 def _quality(delta: float) -> QualityReport:

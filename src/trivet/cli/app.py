@@ -72,8 +72,8 @@ def run(words: Sequence[str]) -> int:
     except EngineError as error:
         return _fail(str(error), 1)
     except RequestError as error:
-        field = f"{error.param}: " if error.param else ""
-        return _fail(f"{field}{error}", 2)
+        field = error.param or ""
+        return _fail(error.message if field in error.message else f"{field}: {error}", 2)
     except TrivetError as error:
         return _fail(str(error), 2)
     except MemoryError:

@@ -1,0 +1,150 @@
+"""A user's mistake is one line on standard error and exit code 2, never a traceback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trivet import __version__
+from trivet.cli import main
+
+MISTAKES = [
+    (["generate", "MODEL"], "exactly one of --prompt"),
+    (["generate", "MODEL", "--prompt", "a", "--chat", "b"], "exactly one of --prompt"),
+    (["generate", "MODEL", "--prompt", "a", "--temperature", "-1"], "temperature"),
+    (["generate", "MODEL", "--prompt", "a", "--max-tokens", "x"], "--max-tokens"),
+    (["generate", "MODEL", "--prompt", "a", "--weights", "w3"], "weights: 'w3' is not allowed"),
+    (["generate", "MODEL", "--prompt", "a", "--kv", "fp4"], "kv: 'fp4' is not allowed"),
+    (["generate", "MODEL", "--prompt", "a", "--draft", "oracle"], "draft"),
+    (["generate", "MODEL", "--prompt", "a", "--threads", "0"], "threads: 0 is not allowed"),
+    (["generate", "MODEL", "--prompt", ""], "empty"),
+    (["generate", "MODEL", "--prompt", "dog " * 600], "context"),
+    (["generate", "MODEL", "--prompt", "a", "--max-model-len", "100000"], "max_model_len"),
+    (["generate", "MODEL", "--prompt", "a", "--kv-bytes", "1"], "kv_bytes"),
+    (["generate", "MODEL", "--prompt-file", "absent.txt"], "absent.txt"),
+    (["generate", "absent-model", "--prompt", "a"], "absent-model"),
+    (["generate", "absent.toml", "--prompt", "a"], "absent.toml"),
+    (["generate"], "MODEL"),
+    (["info", "absent-model"], "absent-model"),
+    (["evaluate", "MODEL", "--gate", "soft"], "gate: 'soft' is not allowed; allowed: fast, full"),
+    (["evaluate", "MODEL", "--tasks", "folder"], "tasks"),
+    (["evaluate", "MODEL", "--task", "arc"], "task"),
+    (["evaluate", "MODEL", "--corpus", "absent.txt"], "absent.txt"),
+    (["evaluate", "MODEL", "--context", "100000"], "context"),
+    (["evaluate", "MODEL", "--stride", "0"], "stride"),
+    (["evaluate", "MODEL", "--max-tokens", "0"], "max_tokens"),
+    (["bench", "engine", "MODEL", "--batch", "0"], "batch"),
+    (["bench", "engine", "MODEL", "--rows", "1,a"], "rows"),
+    (["bench", "engine", "MODEL", "--draft", "suffix"], "draft"),
+    (["bench", "engine", "MODEL", "--draft-tokens", "many"], "draft_tokens"),
+    (["bench", "engine", "MODEL", "--prompts", "absent.jsonl", "--repeat", "1"], "absent.jsonl"),
+    (["bench", "nothing"], "nothing"),
+    (["ladder", "MODEL"], "--out"),
+    (["ladder", "MODEL", "-o", "OUT", "--rungs", "w9"], "rungs: 'w9' is not allowed"),
+    (["ladder", "MODEL", "-o", "OUT", "--gate", "soft"], "gate"),
+    (["ladder", "MODEL", "-o", "OUT", "--budget", "0"], "budget"),
+    (["serve", "MODEL", "--port", "70000"], "port"),
+    (["serve", "MODEL", "--workers", "prefill:1"], "workers"),
+    (["serve", "absent-model", "--port", "0"], "absent-model"),
+    (["serve", "MODEL", "--memory-utilization", "2"], "memory_utilization"),
+    (["fly"], "fly"),
+]
+
+
+@pytest.mark.parametrize(("words", "part"), MISTAKES, ids=[" ".join(w)[:60] for w, _ in MISTAKES])
+def test_a_mistake_is_one_line_and_exit_2(
+    words: list[str],
+    part: str,
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = {"MODEL": str(tiny_model), "OUT": str(tmp_path / "out")}
+    assert main([names.get(word, word) for word in words]) == 2
+    captured = capsys.readouterr()
+    [line] = captured.err.splitlines()
+    assert line.startswith("trivet: ")
+    assert part in line
+    assert "Traceback" not in line
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("flag", "hint"),
+    [
+        ("--tensor-parallel-size", "--threads"),
+        ("--quantization", "--weights"),
+        ("--gpu-memory-utilization", "--memory-utilization"),
+        ("--speculative-config", "--draft"),
+        ("--enable-chunked-prefill", "--max-prefill-chunk"),
+        ("--dtype", "--weights bf16"),
+        ("--trust-remote-code", "never runs"),
+    ],
+)
+def test_a_flag_of_another_engine_gets_the_right_one(
+    flag: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "demo", flag]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert flag in line
+    assert hint in line
+
+
+def test_a_misspelt_flag_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "demo", "--max-token", "3"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "--max-tokens" in line
+
+
+def test_damaged_models_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    garbage = tmp_path / "model.gguf"
+    garbage.write_bytes(b"GGUF" + b"\xff" * 64)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "config.json").write_text("{")
+    text = tmp_path / "text.txt"
+    text.write_text("hello")
+    for path in (garbage, folder, text):
+        assert main(["info", str(path)]) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert path.name in line
+
+
+def test_the_program_itself(tmp_path: Path) -> None:
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "trivet", *words]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+
+    begin = time.monotonic()
+    version = run("--version")
+    assert time.monotonic() - begin < 5
+    assert (version.returncode, version.stdout.strip()) == (0, f"trivet {__version__}")
+    for words in (["--help"], ["generate", "--help"], ["bench", "engine", "--help"]):
+        helped = run(*words)
+        assert helped.returncode == 0
+        assert "Usage: trivet" in helped.stdout
+    wrong = run("info", "absent")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr.count("\n") == 1
+
+
+def test_version_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from trivet.cli import main; main(['--version']); "
+        "assert not {'numpy', 'typer', 'rich'} & set(sys.modules), 'heavy imports'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from trivet.cli import main; main(['--help']); "
+        "assert not {'numpy', 'matplotlib', 'tokenizers'} & set(sys.modules), 'heavy imports'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
