@@ -21,7 +21,7 @@ Kernels kernels_for(Level level) {
                     &avx512::quantize_kernels,
                     &avx512::norm_kernels,
                     &avx512::rope_kernels,
-                    &avx2::attention_kernels,
+                    &avx512::attention_kernels,
                     &avx512::activation_kernels};
         case Level::kAmx:
             return {level,
@@ -29,7 +29,7 @@ Kernels kernels_for(Level level) {
                     &avx512::quantize_kernels,
                     &avx512::norm_kernels,
                     &avx512::rope_kernels,
-                    &avx2::attention_kernels,
+                    &amx::attention_kernels,
                     &avx512::activation_kernels};
     }
 #endif

@@ -58,9 +58,6 @@ inline void product_tile(const float* a, int32_t a_stride, const T* b, int32_t l
     }
 }
 
-inline float widen(uint16_t code) { return from_bf16(code); }
-inline float widen(int8_t code) { return static_cast<float>(code); }
-
 struct Isa {
     template <int kQ, typename T>
     static void product_rows(const float* a, int32_t a_stride, const T* b, int32_t lanes,
@@ -74,23 +71,7 @@ struct Isa {
             product_tile<kQ, 1>(a, a_stride, b + 2 * lane, lanes, pairs, c + lane, c_stride,
                                 accumulate);
         }
-        for (; lane < lanes; ++lane) {
-            for (int q = 0; q < kQ; ++q) {
-                const float* x = a + q * a_stride;
-                float sum = accumulate ? c[q * c_stride + lane] : 0.0f;
-                for (int32_t begin = 0; begin < pairs; begin += 16) {
-                    const int32_t end = begin + 16 < pairs ? begin + 16 : pairs;
-                    float even = 0.0f, odd = 0.0f;
-                    for (int32_t i = begin; i < end; ++i) {
-                        const T* pair = b + (i * lanes + lane) * 2;
-                        even = fma_f32(x[2 * i], widen(pair[0]), even);
-                        odd = fma_f32(x[2 * i + 1], widen(pair[1]), odd);
-                    }
-                    sum += even + odd;
-                }
-                c[q * c_stride + lane] = sum;
-            }
-        }
+        product_lanes(kQ, a, a_stride, b, lanes, lane, pairs, c, c_stride, accumulate);
     }
 
     template <typename T>

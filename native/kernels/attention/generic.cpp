@@ -4,30 +4,11 @@
 namespace trivet::generic {
 namespace {
 
-inline float widen(uint16_t code) { return from_bf16(code); }
-inline float widen(int8_t code) { return static_cast<float>(code); }
-
 struct Isa {
     template <typename T>
     static void product(int32_t num_q, const float* a, int32_t a_stride, const T* b, int32_t lanes,
                         int32_t pairs, float* c, int32_t c_stride, bool accumulate) {
-        for (int32_t q = 0; q < num_q; ++q) {
-            const float* x = a + q * a_stride;
-            for (int32_t lane = 0; lane < lanes; ++lane) {
-                float sum = accumulate ? c[q * c_stride + lane] : 0.0f;
-                for (int32_t begin = 0; begin < pairs; begin += 16) {
-                    const int32_t end = begin + 16 < pairs ? begin + 16 : pairs;
-                    float even = 0.0f, odd = 0.0f;
-                    for (int32_t i = begin; i < end; ++i) {
-                        const T* pair = b + (i * lanes + lane) * 2;
-                        even = fma_f32(x[2 * i], widen(pair[0]), even);
-                        odd = fma_f32(x[2 * i + 1], widen(pair[1]), odd);
-                    }
-                    sum += even + odd;
-                }
-                c[q * c_stride + lane] = sum;
-            }
-        }
+        product_lanes(num_q, a, a_stride, b, lanes, 0, pairs, c, c_stride, accumulate);
     }
 
     template <bool kScaled>

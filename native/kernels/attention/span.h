@@ -10,7 +10,8 @@
 //       scores per key, or their single factor; v_scale: factors of P per key, or null.
 //   Isa::settle(o, n)    adds +0, so that the number of empty products before cannot show in a sign
 //
-// Included into one anonymous namespace per level, so that nothing is shared between levels.
+// Everything has internal linkage, so that nothing is shared between levels.
+#pragma once
 #include <cstring>
 
 #include "kernels/attention/attention.h"
@@ -19,10 +20,68 @@
 namespace trivet {
 namespace {
 
+inline float widen(uint16_t code) { return from_bf16(code); }
+inline float widen(int8_t code) { return static_cast<float>(code); }
+
+// product for lanes [begin, lanes) one at a time.
+template <typename T>
+inline void product_lanes(int32_t num_q, const float* a, int32_t a_stride, const T* b,
+                          int32_t lanes, int32_t begin, int32_t pairs, float* c, int32_t c_stride,
+                          bool accumulate) {
+    for (int32_t q = 0; q < num_q; ++q) {
+        const float* x = a + q * a_stride;
+        for (int32_t lane = begin; lane < lanes; ++lane) {
+            float sum = accumulate ? c[q * c_stride + lane] : 0.0f;
+            for (int32_t first = 0; first < pairs; first += 16) {
+                const int32_t end = first + 16 < pairs ? first + 16 : pairs;
+                float even = 0.0f, odd = 0.0f;
+                for (int32_t i = first; i < end; ++i) {
+                    const T* pair = b + (i * lanes + lane) * 2;
+                    even = fma_f32(x[2 * i], widen(pair[0]), even);
+                    odd = fma_f32(x[2 * i + 1], widen(pair[1]), odd);
+                }
+                sum += even + odd;
+            }
+            c[q * c_stride + lane] = sum;
+        }
+    }
+}
+
+// Adds P times V for the pages from `first_page` on, in which some row ends: each row multiplies
+// only the pairs it sees, and a token that it does not see (which may be stale or not a number) is
+// replaced by zero. p: [num_q][256]; masked: scratch of [16][head_dim][2].
+template <typename Isa, typename T>
+void last_pages(const SpanTask& task, int32_t first_page, const float* p, T* masked) {
+    const int32_t dim = task.head_dim, group = task.group;
+    const int32_t most = task.valid[task.num_rows - 1];
+    const int64_t v_offset = page_block(task.kind, dim).v;
+    for (int32_t page = first_page; page * kPageTokens < most; ++page) {
+        const T* v = reinterpret_cast<const T*>(task.pages[page] + v_offset);
+        const int32_t first = page * kPageTokens;
+        for (int32_t r = 0; r < task.num_rows; ++r) {
+            const int32_t seen = task.valid[r] - first;
+            if (seen <= 0) continue;
+            const T* rows = v;
+            int32_t pairs = kPageTokens / 2;
+            if (seen < kPageTokens) {
+                pairs = (seen + 1) / 2;
+                if (seen % 2 == 1) {
+                    std::memcpy(masked, v, sizeof(T) * static_cast<size_t>(pairs) * dim * 2);
+                    T* last = masked + static_cast<ptrdiff_t>(pairs - 1) * dim * 2;
+                    for (int32_t d = 0; d < dim; ++d) last[2 * d + 1] = 0;
+                    rows = masked;
+                }
+            }
+            Isa::product(group, p + r * group * kSpanTokens + first, kSpanTokens, rows, dim, pairs,
+                         task.o + static_cast<ptrdiff_t>(r) * group * dim, dim, page > 0);
+        }
+    }
+}
+
 template <typename Isa, typename T>
 void span_of(const SpanTask& task) {
     const int32_t dim = task.head_dim, group = task.group, num_q = task.num_rows * group;
-    const int32_t most = task.valid[task.num_rows - 1], least = task.valid[0];
+    const int32_t most = task.valid[task.num_rows - 1];
     const int32_t num_pages = (most + kPageTokens - 1) / kPageTokens;
     const int32_t padded = num_pages * kPageTokens;
     const PageBlock block = page_block(task.kind, dim);
@@ -53,35 +112,13 @@ void span_of(const SpanTask& task) {
                                        kScaled ? t : &task.sm_scale, v_scale, task.m + i,
                                        task.l + i);
     }
-    for (int32_t p = 0; p < num_pages; ++p) {
+    const int32_t whole_pages = task.valid[0] / kPageTokens;
+    for (int32_t p = 0; p < whole_pages; ++p) {
         const T* v = reinterpret_cast<const T*>(task.pages[p] + block.v);
-        const int32_t first = p * kPageTokens;
-        if (first + kPageTokens <= least) {
-            Isa::product(num_q, scores + first, kSpanTokens, v, dim, kPageTokens / 2, task.o, dim,
-                         p > 0);
-            continue;
-        }
-        // Some row ends in this page: each row multiplies only the pairs it sees, and a token that
-        // it does not see (which may be stale or not a number) is replaced by zero.
-        for (int32_t r = 0; r < task.num_rows; ++r) {
-            const int32_t seen = task.valid[r] - first;
-            float* o = task.o + static_cast<ptrdiff_t>(r) * group * dim;
-            if (seen <= 0) continue;
-            const T* rows = v;
-            int32_t pairs = kPageTokens / 2;
-            if (seen < kPageTokens) {
-                pairs = (seen + 1) / 2;
-                if (seen % 2 == 1) {
-                    std::memcpy(masked, v, sizeof(T) * static_cast<size_t>(pairs) * dim * 2);
-                    T* last = masked + static_cast<ptrdiff_t>(pairs - 1) * dim * 2;
-                    for (int32_t d = 0; d < dim; ++d) last[2 * d + 1] = 0;
-                    rows = masked;
-                }
-            }
-            Isa::product(group, scores + r * group * kSpanTokens + first, kSpanTokens, rows, dim,
-                         pairs, o, dim, p > 0);
-        }
+        Isa::product(num_q, scores + p * kPageTokens, kSpanTokens, v, dim, kPageTokens / 2, task.o,
+                     dim, p > 0);
     }
+    last_pages<Isa>(task, whole_pages, scores, masked);
     Isa::settle(task.o, num_q * dim);
 }
 
