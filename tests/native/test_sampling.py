@@ -408,7 +408,7 @@ def test_misuse_is_refused() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("max_tokens", 0),
+        ("max_tokens", -1),
         ("max_tokens", 10**12),
         ("max_tokens", True),
         ("min_tokens", -1),
@@ -438,7 +438,8 @@ def test_misuse_is_refused() -> None:
         ("banned_token_ids", [-1]),
         ("banned_token_ids", list(range(50))),
         ("stop_token_ids", [50]),
-        ("seed", 2**63),
+        ("seed", 2**64),
+        ("seed", -(2**63) - 1),
         ("seed", 1.0),
         ("logprobs", -1),
         ("logprobs", 51),
@@ -449,6 +450,8 @@ def test_a_bad_parameter_is_refused_by_name(field: str, value: object) -> None:
     params = SamplingParams(**{field: value})  # type: ignore[arg-type]
     with pytest.raises(RequestError) as error:
         sampling.check_sampling_params(params, 50)
+    with pytest.raises(RequestError):
+        sampling.new_sampler(params, 0, [1], vocab_size=50)
     assert error.value.param == field
     assert error.value.message.startswith(field)
     assert len(error.value.message) < 300
@@ -460,6 +463,7 @@ def test_sensible_parameters_pass() -> None:
         {"temperature": 0},
         {"temperature": 2.5, "top_k": 10**6, "top_p": 1, "min_p": 1.0},
         {"logit_bias": {0: -100, 49: 100.0}, "banned_token_ids": [3], "allowed_token_ids": [3, 4]},
+        {"seed": 2**64 - 1, "max_tokens": 0},
         {"seed": -(2**63), "logprobs": 0, "prompt_logprobs": 50},
     ]
     for fields in cases:

@@ -28,7 +28,6 @@ __all__ = [
 ]
 
 _MAX_TOKENS = 2**31 - 1
-_MAX_SEED = 2**63
 
 
 def _refuse(field: str, value: object, allowed: str) -> RequestError:
@@ -61,7 +60,7 @@ def check_sampling_params(params: SamplingParams, vocab_size: int) -> None:
     Raises RequestError that names the field, its value and what is allowed. Narrower limits of an API
     (OpenAI's 20 logprobs, say) are the gateway's.
     """
-    _check_int("max_tokens", params.max_tokens, 1, _MAX_TOKENS, f"integers from 1 to {_MAX_TOKENS}")
+    _check_int("max_tokens", params.max_tokens, 0, _MAX_TOKENS, f"integers from 0 to {_MAX_TOKENS}")
     limit = params.max_tokens
     _check_int(
         "min_tokens", params.min_tokens, 0, limit, f"integers from 0 to max_tokens ({limit})"
@@ -105,10 +104,12 @@ def new_sampler(
     vocab_size: int,
     eos_ids: Collection[int] = (),
 ) -> _core.SamplerState:
-    """State of one request's sampler; ``params`` passed `check_sampling_params` and has a seed.
+    """State of one request's sampler. ``params.seed`` must be set; it counts modulo 2^64.
 
-    Tokens produced earlier (preemption, failover) are added by ``commit``.
+    Tokens produced earlier (preemption, failover) are added by ``commit``. Raises RequestError, see
+    `check_sampling_params`; ValueError when a prompt token lies outside the vocabulary.
     """
+    check_sampling_params(params, vocab_size)
     assert params.seed is not None, "the seed is drawn at admission"
     return _core.SamplerState(
         vocab_size=vocab_size,
