@@ -87,9 +87,7 @@ def check_sampling_params(params: SamplingParams, vocab_size: int) -> None:
     elif len(set(params.banned_token_ids)) >= vocab_size:
         raise RequestError("banned_token_ids: every token is banned", "banned_token_ids")
     if params.seed is not None:
-        _check_int(
-            "seed", params.seed, -_MAX_SEED, _MAX_SEED - 1, "integers from -2^63 to 2^63 - 1"
-        )
+        _check_int("seed", params.seed, -(2**63), 2**64 - 1, "integers from -2^63 to 2^64 - 1")
     for field in ("logprobs", "prompt_logprobs"):
         top = getattr(params, field)
         if top is not None:
