@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import hypothesis
 import pytest
 
 from support.engine_driver import Driver, assert_idle
+
+# The same examples in every run; a search for new ones is a developer's choice, not a test's.
+hypothesis.settings.register_profile("trivet", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("trivet")
 
 
 @pytest.fixture

@@ -80,12 +80,13 @@ def _requests(seed: int, count: int) -> list[Request]:
     for index in range(count):
         shared = _SHARED[: choose.choice([0, 20, 32, 64, 70, 100])]
         own = [choose.randrange(3, 384) for _ in range(choose.choice([1, 3, 20, 33]))]
+        max_tokens = choose.choice([8, 12, 30])
         requests.append(
             make_request(
                 f"r{index}",
                 shared + own + own,
                 seed=choose.randrange(100),
-                max_tokens=choose.choice([1, 12, 30]),
+                max_tokens=max_tokens,
                 ignore_eos=choose.random() < 0.5,
                 **choose.choice(SAMPLING),
             )

@@ -42,6 +42,8 @@ _GEOMETRY = KVGeometry(
     page_bytes=8 * PAGE_TOKENS,
 )
 
+_MASK = 2**64 - 1
+
 
 def _mix(values: UInt64) -> UInt64:
     """SplitMix64's finalizer, elementwise; arithmetic is modulo 2**64."""
@@ -49,6 +51,14 @@ def _mix(values: UInt64) -> UInt64:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
+
+
+def _mix_one(value: int) -> int:
+    """`_mix` of one number."""
+    z = (value + 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
 
 
 class ToyArena:
@@ -154,11 +164,13 @@ class ToyRunner:
             pages = step.page_tables[table, positions // PAGE_TOKENS]
             assert (pages >= 0).all(), "a position has no page"
             offsets = positions % PAGE_TOKENS
-            value = arena.values[pages[start - 1], offsets[start - 1]] if start else self._seed
-            salted = _mix(step.tokens[rows].astype(np.uint64) * np.uint64(8191))
-            for index in range(count):
-                value = _mix(np.atleast_1d(value ^ salted[index]))[0]
-                arena.values[pages[start + index], offsets[start + index]] = value
+            before = arena.values[pages[start - 1], offsets[start - 1]] if start else self._seed
+            value = int(before)
+            written = []
+            for token_id in step.tokens[rows].tolist():
+                value = _mix_one(value ^ _mix_one(token_id * 8191))
+                written.append(value)
+            arena.values[pages[start:], offsets[start:]] = np.array(written, np.uint64)
             read_back = arena.values[pages, offsets]
             attended = np.cumsum(_mix(read_back + positions.astype(np.uint64)), dtype=np.uint64)
             states[rows] = attended[start:]
