@@ -23,7 +23,6 @@ import msgspec
 from trivet.config import EngineConfig, KVFormat, MemoryConfig, ModelConfig
 from trivet.errors import ConfigError, EngineError, RequestError
 from trivet.loader import LoadedModel, load_model
-from trivet.native.sampling import check_sampling_params
 from trivet.request import (
     CancelledEvent,
     ErrorEvent,
@@ -435,7 +434,6 @@ class LLM:
     def _add(
         self, ids: list[int], params: SamplingParams, stop: str | Sequence[str], index: int
     ) -> _Choice:
-        check_sampling_params(params, self._model.runner.vocab_size)
         tokenizer = self._model.tokenizer
         request = Request(
             request_id=f"llm-{next(self._ids)}",

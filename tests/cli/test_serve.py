@@ -1,0 +1,89 @@
+"""`trivet serve` as a process: ready line, recipe, drain; and the same tokens as in this process."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from trivet.llm import LLM
+from trivet.recipe import Recipe
+from trivet.request import SamplingParams
+
+PROMPTS = ["the quick brown fox", "a model reads a prompt", "dog dog dog dog", "the"]
+
+
+@contextmanager
+def _served(model: Path, *words: str) -> Iterator[str]:
+    """A server process on a free port; yields its address and expects a clean end on SIGTERM."""
+    command = [sys.executable, "-m", "trivet", "serve", str(model), "--port", "0", *words]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if line.startswith("ready "):
+                break
+        assert lines[-1].startswith("ready http://127.0.0.1:"), lines
+        assert any("margin" in line for line in lines), "the memory plan comes first"
+        yield lines[-1].split()[1]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _complete(url: str, **body: Any) -> dict[str, Any]:
+    response = httpx.post(
+        f"{url}/v1/completions", json={"return_token_ids": True, **body}, timeout=60
+    )
+    assert response.status_code == 200, response.text
+    [choice] = response.json()["choices"]
+    assert isinstance(choice, dict)
+    return choice
+
+
+@pytest.mark.parametrize("draft", ["off", "ngram"])
+def test_the_server_gives_the_tokens_of_this_process(tiny_model: Path, draft: str) -> None:
+    settings = {"weights": "w8a8", "kv": "int8"}
+    words = [word for name, value in settings.items() for word in (f"--{name}", value)]
+    sampled = {"max_tokens": 24, "temperature": 0.9, "top_p": 0.95, "seed": 11}
+    greedy = {"max_tokens": 24, "temperature": 0.0, "seed": 0}
+    with LLM(str(tiny_model), **settings) as llm, _served(  # type: ignore[arg-type]
+        tiny_model, *words, "--draft", draft, "--served-model-name", "m"
+    ) as url:  # fmt: skip
+        for prompt in PROMPTS:
+            for fields in (greedy, sampled):
+                [output] = llm.generate(prompt, SamplingParams(**fields))  # type: ignore[arg-type]
+                choice = _complete(url, model="m", prompt=prompt, **fields)
+                assert choice["token_ids"] == output.token_ids
+                assert choice["text"] == output.text
+                assert choice["finish_reason"] == output.finish_reason
+        [output] = llm.generate("the dog", SamplingParams(**sampled))  # type: ignore[arg-type]
+        stop = output.text[1:3]
+        [output] = llm.generate("the dog", SamplingParams(**sampled), stop=stop)  # type: ignore[arg-type]
+        choice = _complete(url, model="m", prompt="the dog", stop=stop, **sampled)
+        assert (choice["text"], choice["token_ids"]) == (output.text, output.token_ids)
+        assert choice["finish_reason"] == output.finish_reason == "stop"
+
+
+def test_a_recipe_is_served(tiny_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    recipe = Recipe(
+        model=str(tiny_model), weights="w8a8", kv="int8", draft="ngram", max_num_seqs=2,
+        max_prefill_chunk=64,
+    )  # fmt: skip
+    path.write_text(recipe.to_toml())
+    with _served(path, "--served-model-name", "tiny") as url:
+        models = httpx.get(f"{url}/v1/models", timeout=60).json()
+        assert models["data"][0]["id"] == "tiny"
+        assert _complete(url, model="tiny", prompt="the dog", max_tokens=4)["token_ids"]
