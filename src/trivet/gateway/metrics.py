@@ -143,8 +143,7 @@ class Metrics:
         histogram = Histogram(
             name, help_text, ("model_name",), buckets=buckets, registry=self.registry
         )
-        histogram.labels(self._model)
-        return histogram
+        return histogram.labels(self._model)
 
     def worker_ready(self, worker: WorkerHandle) -> None:
         """Begin the series of a worker, so that a scrape before the first request shows zeros."""
@@ -185,9 +184,9 @@ class Metrics:
 
     def begun(self, choice: Choice, num_choices: int) -> None:
         """A request was admitted."""
-        self._prompt_len.labels(self._model).observe(len(choice.request.prompt_ids))
-        self._max_tokens.labels(self._model).observe(choice.request.params.max_tokens)
-        self._n.labels(self._model).observe(num_choices)
+        self._prompt_len.observe(len(choice.request.prompt_ids))
+        self._max_tokens.observe(choice.request.params.max_tokens)
+        self._n.observe(num_choices)
 
     def rejected(self) -> None:
         self._rejections.labels(self._model).inc()
@@ -198,28 +197,28 @@ class Metrics:
     def tokens(self, choice: Choice, now: float, num_tokens: int) -> None:
         """Output tokens arrived; ``choice`` still has the time of those before them."""
         if choice.last_token_at is None:
-            self._ttft.labels(self._model).observe(now - choice.arrived)
+            self._ttft.observe(now - choice.arrived)
         else:
-            self._itl.labels(self._model).observe(now - choice.last_token_at)
+            self._itl.observe(now - choice.last_token_at)
 
     def ended(self, choice: Choice, now: float, reason: str) -> None:
         engine = _engine(choice.backend) if isinstance(choice.backend, WorkerHandle) else "0"
         self._success.labels(self._model, engine, reason).inc()
-        self._e2e.labels(self._model).observe(now - choice.arrived)
-        self._output_len.labels(self._model).observe(choice.output_len)
+        self._e2e.observe(now - choice.arrived)
+        self._output_len.observe(choice.output_len)
         first, last = choice.first_token_at, choice.last_token_at
         if first is not None and last is not None and choice.output_len > 1:
-            self._tpot.labels(self._model).observe((last - first) / (choice.output_len - 1))
+            self._tpot.observe((last - first) / (choice.output_len - 1))
 
     def stages(self, choice: Choice, times: StageTimes) -> None:
         """The worker's timeline of a finished request."""
         if times.scheduled is None or times.finished is None:
             return
-        self._queue.labels(self._model).observe(times.scheduled - times.arrived)
-        self._inference.labels(self._model).observe(times.finished - times.scheduled)
+        self._queue.observe(times.scheduled - times.arrived)
+        self._inference.observe(times.finished - times.scheduled)
         if times.first_token is not None:
-            self._prefill.labels(self._model).observe(times.first_token - times.scheduled)
-            self._decode.labels(self._model).observe(times.finished - times.first_token)
+            self._prefill.observe(times.first_token - times.scheduled)
+            self._decode.observe(times.finished - times.first_token)
 
     def render(self, workers: list[WorkerHandle]) -> bytes:
         """The page of GET /metrics."""
