@@ -50,6 +50,11 @@ def test_helpers_of_transformers_are_there() -> None:
     assert _render("{{ messages | length }} {{ ' x ' | trim }}") == "2 x"
 
 
+def test_generation_blocks_and_absent_tools_are_harmless() -> None:
+    source = "{% generation %}{{ messages[1].content }}{% endgeneration %}{{ tools is none }}"
+    assert _render(source) == "hoTrue"
+
+
 def test_raise_exception_is_a_request_error() -> None:
     with pytest.raises(RequestError, match="roles must alternate") as caught:
         _render("{{ raise_exception('roles must alternate') }}")

@@ -9,6 +9,8 @@ import pytest
 from support.data import data_file, demo_file
 from support.tiny_models import CHAT_TEMPLATE, build_folder, build_gguf
 from trivet.checkpoint import GGUFCheckpoint, HuggingFaceCheckpoint, Tokenizer
+from trivet.checkpoint.export import tokenizer_files
+from trivet.checkpoint.tokenizer import tokenizer_from_folder
 from trivet.errors import CheckpointError, RequestError
 
 TEXTS = [
@@ -183,3 +185,19 @@ def test_sentencepiece_falls_back_to_bytes() -> None:
     assert len(ids) == 5  # the prefix space and four bytes
     stream = tokenizer.detokenizer(continuing=False)
     assert [stream.push(i) for i in ids] == ["", "", "", "", text]
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", ["phi-3", "qwen2"])
+def test_rebuilt_tokenizers_survive_a_folder(name: str, tmp_path: Path) -> None:
+    data = GGUFCheckpoint(data_file(f"tokenizer/vocab/ggml-vocab-{name}.gguf")).tokenizer_data()
+    for file, text in tokenizer_files(data, 4096).items():
+        (tmp_path / file).write_text(text, "utf-8")
+    again = tokenizer_from_folder(tmp_path, {"eos_token_id": list(data.eos_ids)})
+    assert (again.style, again.strip_leading) == (data.style, data.strip_leading)
+    assert (again.bos_id, set(again.eos_ids)) == (data.bos_id, set(data.eos_ids))
+    assert again.chat_template == data.chat_template
+    one, two = Tokenizer(data), Tokenizer(again)
+    for text in TEXTS:
+        assert one.encode(text) == two.encode(text)
+        assert one.decode(one.encode(text)) == two.decode(two.encode(text))

@@ -40,6 +40,8 @@ MAX_KEY_BYTES = 65535
 MAX_TENSORS = 1 << 20
 MAX_KEYS = 1 << 16
 MAX_NESTING = 4
+MAX_METADATA_BYTES = 512 << 20  # metadata and tensor infos together
+MAX_ELEMENTS = 1 << 23  # strings and lists in all arrays together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +81,10 @@ class _Cursor:
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path = path
         self.data = data
-        self.size = len(data)
+        self.file_size = len(data)
+        self.size = min(len(data), MAX_METADATA_BYTES)
         self.at = 0
+        self.num_elements = 0
 
     def fail(self, reason: str) -> NoReturn:
         raise CheckpointError(self.path, f"is not a sound GGUF file: {reason}")
@@ -89,7 +93,8 @@ class _Cursor:
         """Advance over bytes that must exist; returns where they begin."""
         begin = self.at
         if num_bytes > self.size - begin:
-            self.fail(f"{what} at byte {begin} reaches beyond the end of the file")
+            where = "file" if self.size < MAX_METADATA_BYTES else "metadata that is read"
+            self.fail(f"{what} at byte {begin} reaches beyond the end of the {where}")
         self.at = begin + num_bytes
         return begin
 
@@ -132,6 +137,9 @@ class _Cursor:
             return values.astype(np.bool_) if kind == _BOOL else values
         if count * smallest > self.size - self.at:
             self.fail(f"{what} claims {count} elements, more than the file holds")
+        self.num_elements += count
+        if self.num_elements > MAX_ELEMENTS:
+            self.fail(f"arrays hold more than {MAX_ELEMENTS} strings and lists")
         if kind == _STRING:
             return self._strings(count, what)
         return [self.value(kind, what, depth + 1) for _ in range(count)]
@@ -188,6 +196,8 @@ class GGUFCheckpoint(Checkpoint):
                 cursor.fail(f"key {key!r} appears twice")
             metadata[key] = cursor.value(cursor.u32(key), key)
         self.metadata = metadata
+        if metadata.get("split.count", 1) not in (0, 1):
+            raise CheckpointError(self.path, "is one part of a split model, which is not supported")
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:
             cursor.fail(f"general.alignment is {alignment!r}")
@@ -199,7 +209,7 @@ class GGUFCheckpoint(Checkpoint):
                 raise CheckpointError(self.path, "appears twice", tensor=name)
             if offset % alignment:
                 raise CheckpointError(self.path, f"offset {offset} is not aligned", tensor=name)
-            if data_begin + offset + num_bytes > cursor.size:
+            if data_begin + offset + num_bytes > cursor.file_size:
                 raise CheckpointError(
                     self.path,
                     f"{num_bytes} bytes at offset {offset} reach beyond the end of the file",
@@ -228,7 +238,7 @@ class GGUFCheckpoint(Checkpoint):
                 f"has the GGUF type {kind_id} ({label}), which is not supported; supported: {known}",
                 tensor=name,
             )
-        if min(dims) < 1 or math.prod(dims) > cursor.size * 2 or dims[0] % kind.values:
+        if min(dims) < 1 or math.prod(dims) > cursor.file_size * 2 or dims[0] % kind.values:
             raise CheckpointError(
                 self.path,
                 f"has the impossible shape {shown_shape(dims[::-1])} for type {kind.name}",

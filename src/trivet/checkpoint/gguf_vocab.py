@@ -171,8 +171,7 @@ def _byte_level(
         )
     merges = []
     for merge in _strings(metadata, "tokenizer.ggml.merges", path):
-        left, space, right = merge[:1], merge[1:].partition(" ")[1], merge[1:].partition(" ")[2]
-        left += merge[1:].partition(" ")[0]
+        left, space, right = merge.partition(" ")
         if not space or left not in vocab or right not in vocab or left + right not in vocab:
             raise CheckpointError(path, f"merge {merge!r:.60} does not join two known tokens")
         merges.append((left, right))

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
+import jinja2.ext
+import jinja2.parser
 import jinja2.sandbox
 from jinja2 import nodes
 
@@ -70,6 +72,16 @@ def _concatenated(*values: Any) -> str:
     text = "".join(map(str, values))
     _budget.get().produce(len(text))
     return text
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """``{% generation %}``, which marks the assistant's text for training; here only its body."""
+
+    tags: set[str] = {"generation"}  # noqa: RUF012  (the type jinja2 gives it)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
@@ -157,7 +169,11 @@ def _indent(text: str, width: int | str = 4, first: bool = False, blank: bool = 
 
 @functools.cache
 def _environment() -> _Environment:
-    env = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    env = _Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
+    )
     for name in _FORBIDDEN_FILTERS:
         env.filters.pop(name, None)
     env.filters["tojson"] = _tojson
@@ -223,6 +239,8 @@ def render_chat(
     token = _budget.set(_Budget(len(messages), num_chars))
     try:
         variables = {
+            "tools": None,
+            "documents": None,
             **special_tokens,
             **extra,
             "messages": [dict(m) for m in messages],

@@ -27,11 +27,12 @@ from trivet.checkpoint.source import ModelSource
 from trivet.config import PAGE_TOKENS, SPAN_TOKENS, WeightFormat
 from trivet.errors import CheckpointError, ConfigError, QuantError
 from trivet.models import Model, ModelSpec, open_model, rope_tables
-from trivet.native.packing import can_concatenate, concatenate, pack
+from trivet.native.packing import PackedWeight, can_concatenate, concatenate, pack
 from trivet.native.weights import WeightTensor
 from trivet.quant.rtn import Converted, convert, frobenius, own_format, source_type
 
 Progress = Callable[[str, int, int], None]
+Bias = NDArray[np.float32] | None
 AUTO = "auto"
 TABLE_FORMAT = WeightFormat(8, 32)  # embedding and head of quantized models
 _LINEARS = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
@@ -276,11 +277,11 @@ def pack_model(
     """
     spec = model.spec
     jobs = list(_jobs(spec, target))
-    for done, (job, converted, bias) in enumerate(_converted(model, jobs), 1):
+    for done, (job, converted, packed, bias) in enumerate(_converted(model, jobs), 1):
         weight = converted.weight
         writer.add_weight(
             job.name,
-            pack(weight),
+            packed,
             bias,
             source=weight.source,
             exact=weight.exact,
@@ -316,7 +317,7 @@ def _jobs(spec: ModelSpec, target: WeightFormat | None) -> Iterator[_Job]:
 
 def _converted(
     model: Model, jobs: list[_Job]
-) -> Iterator[tuple[_Job, Converted, NDArray[np.float32] | None]]:
+) -> Iterator[tuple[_Job, Converted, PackedWeight, Bias]]:
     """Jobs done in order by a few threads (numpy releases the GIL), few of them at a time."""
     num_threads = min(4, len(os.sched_getaffinity(0)))
     with concurrent.futures.ThreadPoolExecutor(num_threads, "trivet-pack") as pool:
@@ -336,7 +337,7 @@ def _converted(
                 future.cancel()
 
 
-def _convert_job(model: Model, job: _Job) -> tuple[Converted, NDArray[np.float32] | None]:
+def _convert_job(model: Model, job: _Job) -> tuple[Converted, PackedWeight, Bias]:
     sources = [model.matrix(role, job.layer) for role in job.roles]
     try:
         converted = _fused(sources, job)
@@ -345,7 +346,7 @@ def _convert_job(model: Model, job: _Job) -> tuple[Converted, NDArray[np.float32
         raise CheckpointError(model.checkpoint.path, str(error), tensor=name) from None
     biases = [model.bias(role, job.layer) for role in job.roles] if not _is_table(job) else [None]
     present = [bias for bias in biases if bias is not None]
-    return converted, np.concatenate(present) if present else None
+    return converted, pack(converted.weight), np.concatenate(present) if present else None
 
 
 def _is_table(job: _Job) -> bool:
