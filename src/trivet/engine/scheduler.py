@@ -217,12 +217,14 @@ class Scheduler:
 
     def _admit_waiting(self, plan: Plan) -> None:
         in_flight = self._keys_in_flight()
+        num_deferred = 0
         for state in list(self.waiting):
-            if plan.rows_left == 0 or self._slots.num_free == 0:
+            if plan.rows_left == 0 or self._slots.num_free <= num_deferred:
                 return
             found = self._find_prefix(state)
             if self._next_key(state, found) in in_flight:
-                continue  # a running prefill computes this very page: share it when it is done
+                num_deferred += 1  # a running prefill computes this very page: share it when done
+                continue
             if self._chunk_len(plan, state, len(found) * PAGE_TOKENS) <= 0:
                 return
             if not self._reserve(state, found):
