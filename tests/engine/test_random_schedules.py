@@ -113,7 +113,7 @@ def _assert_same(request: Request, outcome: Outcome) -> None:
     assert outcome.terminal.output_len == expected.finished.output_len == len(outcome.token_ids)
 
 
-@settings(max_examples=120)
+@settings(max_examples=100)
 @given(
     schedule=st.lists(jobs, min_size=1, max_size=8),
     num_pages=st.sampled_from([6, 8, 11, 40]),
