@@ -17,7 +17,6 @@ from typing import Any
 
 import tokenizers
 
-from trivet.checkpoint.template import render_chat
 from trivet.errors import CheckpointError, RequestError
 
 BYTE_LEVEL, SENTENCEPIECE = "byte_level", "sentencepiece"
@@ -168,6 +167,8 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise RequestError("messages: the model has no chat template", "messages")
+        from trivet.checkpoint.template import render_chat  # jinja2 is slow to import
+
         return render_chat(
             self.chat_template, messages, add_generation_prompt, self.data.special_tokens, extra
         )
