@@ -99,8 +99,11 @@ EMULATED To cast(From v) {
     std::memcpy(&out, &v, sizeof(To));
     return out;
 }
-EMULATED __m512 set1_ps(float x) { return Floats{} + x; }
-EMULATED __m512d set1_pd(double x) { return Doubles{} + x; }
+// Not a sum with zero, which would lose the sign of -0.
+EMULATED __m512 set1_ps(float x) {
+    return Floats{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x};
+}
+EMULATED __m512d set1_pd(double x) { return Doubles{x, x, x, x, x, x, x, x}; }
 EMULATED __m512i set1_epi32(int x) { return (__m512i)(Ints{} + x); }
 EMULATED __m512i set1_epi64(long long x) { return (__m512i)(Longs{} + x); }
 EMULATED __m512i set1_epi16(short x) { return (__m512i)(Shorts{} + x); }
