@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -107,7 +108,7 @@ def main() -> None:
                 quantized = dataclasses.replace(quantized, codes=aligned(quantized.codes))
                 out = aligned(np.empty((count, n), np.float32))
                 seconds += best_seconds(
-                    lambda p=packed, q=quantized, o=out: kernels.linear(args.level, p, q, out=o),
+                    functools.partial(kernels.linear, args.level, packed, quantized, out=out),
                     args.seconds,
                 )
                 num_bytes += packed.layout.num_bytes

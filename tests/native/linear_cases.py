@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -39,18 +41,18 @@ def random_weight(
     if format.bits == 16:
         return WeightTensor(format, to_bf16(rng.standard_normal((n, k)).astype(np.float32)))
     groups = 1 if format.group_size is None else -(-k // format.group_size)
-    scales = (rng.uniform(0.5, 2.0, (n, groups)) * 2.0 ** rng.integers(-9, -5, (n, groups))).astype(
-        scale_dtype
-    )
+    exponents = rng.integers(-9, -5, (n, groups))
+    scales: NDArray[Any] = (rng.uniform(0.5, 2.0, (n, groups)) * 2.0**exponents).astype(scale_dtype)
     if format.bits == 8:
         codes = rng.integers(-127, 128, (n, k), dtype=np.int8)
         return WeightTensor(format, codes, scales)
     codes4 = rng.integers(0, 16, (n, k), dtype=np.uint8)
-    minima = zeros = None
+    minima: NDArray[Any] | None = None
+    zeros: NDArray[np.uint8] | None = None
     if format.scheme is Scheme.MIN:
         minima = (-8.0 * scales * rng.uniform(0.5, 1.5, scales.shape)).astype(scale_dtype)
     if format.scheme is Scheme.ZP:
-        zeros = rng.integers(0, 16, scales.shape, dtype=np.uint8)
+        zeros = rng.integers(0, 16, size=scales.shape, dtype=np.uint8)
     return WeightTensor(format, codes4, scales, minima, zeros)
 
 
