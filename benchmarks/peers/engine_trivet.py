@@ -19,6 +19,8 @@ def load(message: dict[str, Any]) -> dict[str, Any]:
         "kv": message["kv"],
         "threads": message["threads"],
         "max_num_seqs": 64,
+        "max_step_tokens": 2048,
+        "max_prefill_chunk": None,
         "prefix_cache": False,
     }
     state["llm"] = LLM(message["path"], **settings)
@@ -42,7 +44,7 @@ def run(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def text(message: dict[str, Any]) -> dict[str, Any]:
-    return {"text": state["llm"].tokenizer.decode(message["ids"])}
+    return {"text": state["llm"].model.tokenizer.decode(message["ids"])}
 
 
 if __name__ == "__main__":
