@@ -110,6 +110,7 @@ class TokensEvent(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
     logprobs      parallel to token_ids when asked for
     prompt_logprobs  set once, on the first event: one entry per prompt token, the first None
     cached_len    prompt tokens served from the prefix cache (first event only, else None)
+    num_chunks    steps the prompt was computed in (first event only, else None)
     """
 
     request_id: str
@@ -118,6 +119,7 @@ class TokensEvent(msgspec.Struct, frozen=True, kw_only=True, tag="tokens"):
     logprobs: list[Logprob] | None = None
     prompt_logprobs: list[Logprob | None] | None = None
     cached_len: int | None = None
+    num_chunks: int | None = None
 
 
 class FinishedEvent(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):

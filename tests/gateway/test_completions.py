@@ -233,8 +233,10 @@ def test_cached_tokens_are_true(http: httpx.Client) -> None:
 def test_path_header(http: httpx.Client) -> None:
     short = http.post(PATH, json={"prompt": "x" * 40, "max_tokens": 1})
     long = http.post(PATH, json={"prompt": "y" * 300, "max_tokens": 1})
-    assert short.headers["x-trivet-path"].startswith("local; reason=")
-    assert long.headers["x-trivet-path"].startswith("chunked; reason=")
+    assert short.headers["x-trivet-path"] == "local; reason=40 tokens in one step"
+    assert long.headers["x-trivet-path"] == "chunked; reason=300 tokens in 2 steps"
+    again = http.post(PATH, json={"prompt": "y" * 300, "max_tokens": 1})
+    assert again.headers["x-trivet-path"] == "local; reason=12 tokens in one step"
 
 
 def test_logprobs_zero_gives_only_the_token(http: httpx.Client) -> None:

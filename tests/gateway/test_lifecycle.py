@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from support.toy_server import HOOKS, toy_config, toy_server
@@ -199,6 +200,24 @@ def test_dead_worker_is_reported_and_restarted(capfd: pytest.CaptureFixture[str]
     logged = capfd.readouterr().err
     assert "w0 died" in logged
     assert "secret" not in logged
+
+
+def test_silent_worker_is_killed_and_restarted(capfd: pytest.CaptureFixture[str]) -> None:
+    hooks = msgspec.structs.replace(HOOKS, silence_limit_s=1.0)
+    with (
+        LocalServer(toy_config(SLOW), hooks) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        pid = worker_of(client)["pid"]
+        body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        with client.stream("POST", PATH, json=body) as response:
+            events = events_of(response)
+            next(events)
+            os.kill(pid, signal.SIGSTOP)
+            assert list(events)[-1]["error"]["code"] == "worker_died"
+        wait_until(lambda: client.get("/health").status_code == 200)
+        assert worker_of(client)["pid"] != pid
+    assert "w0 is silent" in capfd.readouterr().err
 
 
 @contextlib.contextmanager

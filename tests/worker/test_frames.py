@@ -69,7 +69,6 @@ FROM_WORKER: list[FromWorker] = [
         page_tokens=32,
         max_num_seqs=2,
         max_waiting=3,
-        max_chunk=4,
         threads=5,
         notes=["x"],
     ),
@@ -81,6 +80,7 @@ FROM_WORKER: list[FromWorker] = [
         logprobs=[Logprob(5, -0.5, 1, [5, 6], [-0.5, -1.0])],
         prompt_logprobs=[None, Logprob(1, float("-inf"), 7, [], [])],
         cached_len=0,
+        num_chunks=1,
     ),
     FinishedEvent(
         request_id="a",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -37,6 +38,24 @@ from trivet.request import (
     StageTimes,
     TokensEvent,
 )
+
+
+_NOTHING = SampleResult([], None)
+
+
+class _Drawn(NamedTuple):
+    """What a step computed for a request whose last known token was among its rows.
+
+    num_known   known tokens computed (1 for a decode, the chunk's length for a prefill)
+    draft       tokens verified after them
+    token_ids   drawn tokens, 1 + accepted; none for a request that wants no output
+    """
+
+    state: RequestState
+    num_known: int
+    draft: Sequence[int]
+    token_ids: list[int]
+    logprobs: list[Logprob]
 
 
 class Engine:
@@ -175,9 +194,9 @@ class Engine:
         if plan.num_rows:
             self._propose(plan)
             first_logits = self._forward(plan, now)
-            results = self._sample(plan, first_logits)
+            drawn = self._sample(plan, first_logits)
             end = now if clock is None else clock()
-            self._free(self._commit(plan, results, end))
+            self._free(self._commit(plan, drawn, end))
             self._count(plan, end - now if clock is not None else None)
         events, self._events = self._events, []
         return events
@@ -233,40 +252,34 @@ class Engine:
             if state.times.scheduled is None:
                 state.times.scheduled = now
         for chunk in plan.chunks:
+            chunk.state.num_chunks += 1
             if chunk.state.times.scheduled is None:
                 chunk.state.times.scheduled = now
         return first_logits
 
-    def _sample(
-        self, plan: Plan, first_logits: list[int]
-    ) -> list[tuple[RequestState, int, Sequence[int], SampleResult | None]]:
-        """Draw tokens from the step's logits, verifying drafts; collect prompt log-probabilities.
-
-        Returns for each request whose last known token was computed: how many known tokens were
-        computed, the draft, and what was drawn (None for a request that wants no token).
-        """
-        ready: list[tuple[RequestState, int, Sequence[int]]] = []
-        inputs = []
+    def _sample(self, plan: Plan, first_logits: list[int]) -> list[_Drawn]:
+        """Draw tokens from the step's logits, verifying drafts; collect prompt log-probabilities."""
+        ready: list[tuple[RequestState, int, Sequence[int], int]] = []
         logit = 0
         for state, draft in zip(plan.decodes, plan.drafts, strict=True):
-            if state.rule.max_output_len:
-                inputs.append(SampleInput(state.sampler, logit, len(state.token_ids), draft))
-            ready.append((state, 1, draft))
+            ready.append((state, 1, draft, logit))
             logit += 1 + len(draft)
         for chunk, first_logit in zip(plan.chunks, first_logits, strict=True):
             self._score(chunk, first_logit)
-            if not chunk.is_last:
-                continue
-            state = chunk.state
-            if state.rule.max_output_len:
-                last_logit = first_logit + chunk.num_scored
-                inputs.append(SampleInput(state.sampler, last_logit, len(state.token_ids)))
-            ready.append((state, chunk.count, ()))
-        drawn = iter(self._runner.sample(inputs) if inputs else ())
-        return [
-            (state, count, draft, next(drawn) if state.rule.max_output_len else None)
-            for state, count, draft in ready
+            if chunk.is_last:
+                ready.append((chunk.state, chunk.count, (), first_logit + chunk.num_scored))
+        inputs = [
+            SampleInput(state.sampler, logit, len(state.token_ids), draft)
+            for state, _, draft, logit in ready
+            if state.rule.max_output_len
         ]
+        results = iter(self._runner.sample(inputs) if inputs else ())
+        drawn = []
+        for state, num_known, draft, _ in ready:
+            result = next(results) if state.rule.max_output_len else _NOTHING
+            logprobs = result.logprobs or []
+            drawn.append(_Drawn(state, num_known, draft, result.token_ids, logprobs))
+        return drawn
 
     def _score(self, chunk: PrefillChunk, first_logit: int) -> None:
         state = chunk.state
@@ -278,62 +291,51 @@ class Engine:
         targets = state.token_ids[len(entries) : len(entries) + chunk.num_scored]
         entries.extend(self._runner.token_logprobs(first_logit, targets, top))
 
-    def _commit(
-        self,
-        plan: Plan,
-        results: list[tuple[RequestState, int, Sequence[int], SampleResult | None]],
-        now: float,
-    ) -> list[RequestState]:
+    def _commit(self, plan: Plan, drawn: list[_Drawn], now: float) -> list[RequestState]:
         """Apply what was computed and drawn, in order; returns the requests that ended."""
         for chunk in plan.chunks:
             if not chunk.is_last:
                 self._scheduler.mark_computed(chunk.state, chunk.state.computed_len + chunk.count)
                 self._slots.advance(chunk.state)
-        return [
-            state
-            for state, count, draft, result in results
-            if self._commit_request(state, count, draft, result, now)
-        ]
+        return [item.state for item in drawn if self._commit_request(item, now)]
 
-    def _commit_request(
-        self,
-        state: RequestState,
-        count: int,
-        draft: Sequence[int],
-        result: SampleResult | None,
-        now: float,
-    ) -> bool:
+    def _commit_request(self, drawn: _Drawn, now: float) -> bool:
         """Apply one request's run; True: it ended."""
-        drawn = result.token_ids if result is not None else []
+        state = drawn.state
         position = len(state.token_ids)
-        run = commit_run(drawn, position - state.prompt_len, state.rule)
-        token_ids = drawn[: run.num_tokens]
+        run = commit_run(drawn.token_ids, position - state.prompt_len, state.rule)
+        token_ids = drawn.token_ids[: run.num_tokens]
         state.token_ids.extend(token_ids)
         state.sampler.commit(token_ids)
-        # KV holds the known tokens and the accepted draft tokens; of these, only committed ones count.
-        valid_len = state.computed_len + count + max(0, len(drawn) - 1)
+        # KV holds the known tokens and the accepted draft tokens; of these only committed ones count.
+        num_accepted = max(0, len(drawn.token_ids) - 1)
+        valid_len = state.computed_len + drawn.num_known + num_accepted
         self._scheduler.mark_computed(state, min(valid_len, len(state.token_ids)))
-        times = state.times
-        if times.prefill_done is None:
-            times.prefill_done = now
-        if token_ids and times.first_token is None:
-            times.first_token = now
-        if self._drafter is not None:
-            accepted = min(max(0, len(drawn) - 1), run.num_tokens)
-            if draft:
-                times.draft_tokens += len(draft)
-                times.accepted_tokens += accepted
-                self._stats.speculation.add(len(draft), accepted)
-            request_id = state.request.request_id
-            self._drafter.observe(request_id, token_ids, len(draft), accepted)
+        if state.times.prefill_done is None:
+            state.times.prefill_done = now
+        if token_ids and state.times.first_token is None:
+            state.times.first_token = now
         self._stats.num_output_tokens += len(token_ids)
-        logprobs = result.logprobs if result is not None else None
-        self._emit_tokens(state, position, token_ids, logprobs or [])
+        if self._drafter is not None:
+            self._observe_draft(
+                state, token_ids, len(drawn.draft), min(num_accepted, len(token_ids))
+            )
+        self._emit_tokens(state, position, token_ids, drawn.logprobs)
         if run.reason is None:
             self._slots.advance(state)
             return False
         self._end(state, _finished_event(state, run, now))
         return True
+
+    def _observe_draft(
+        self, state: RequestState, token_ids: list[int], drafted: int, accepted: int
+    ) -> None:
+        assert self._drafter is not None, "there is no drafter to tell"
+        if drafted:
+            state.times.draft_tokens += drafted
+            state.times.accepted_tokens += accepted
+            self._stats.speculation.add(drafted, accepted)
+        self._drafter.observe(state.request.request_id, token_ids, drafted, accepted)
 
     def _emit_tokens(
         self,
@@ -353,6 +355,7 @@ class Engine:
                 logprobs=list(logprobs[: len(token_ids)]) if wants_logprobs else None,
                 prompt_logprobs=state.prompt_logprobs,
                 cached_len=None if state.is_announced else state.cached_len,
+                num_chunks=None if state.is_announced else max(1, state.num_chunks),
             )
         )
         state.prompt_logprobs = None

@@ -29,6 +29,7 @@ class RequestState:
     token_ids            prompt and output, one list
     pages, page_keys     pages by position // PAGE_TOKENS; prefix keys of the full ones among them
     num_registered       leading pages already offered to the prefix cache
+    num_chunks           steps that computed rows of the prompt, or of all tokens after a preemption
     slot                 row of the step arrays while running, None while waiting
     prompt_logprobs      entries so far while they are being collected; None: not asked for, or sent
     is_announced         the first event, which carries cached_len, has been sent
@@ -47,6 +48,7 @@ class RequestState:
     pages: list[int] = dataclasses.field(default_factory=list)
     page_keys: list[bytes] = dataclasses.field(default_factory=list)
     num_registered: int = 0
+    num_chunks: int = 0
     slot: int | None = None
     is_announced: bool = False
     is_finished: bool = False

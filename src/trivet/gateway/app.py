@@ -16,7 +16,8 @@ import sys
 import time
 import traceback
 import uuid
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -47,8 +48,10 @@ from trivet.worker.frames import Ready
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of the completions API
 _OPEN_PATHS = frozenset({"/health", "/version", "/metrics"})
 _OFFLOAD_CHARS = 16_384  # texts above this are tokenized off the event loop
+_OFFLOAD_BYTES = 262_144  # and so are bodies above this
 _SEED_BITS = 53  # seeds drawn here survive JSON numbers of every client
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}\Z")
+_B = TypeVar("_B", bound=protocol.Body)
 _EXPOSED_HEADERS = ["x-request-id", "x-trivet-path", "x-trivet-seed", "retry-after"]
 
 
@@ -127,7 +130,7 @@ class Gateway:
     async def complete(self, http: HTTPRequest) -> Response:
         """POST /v1/completions."""
         arrived = time.monotonic()
-        body = protocol.parse_completion(await _read(http))
+        body = await _parsed(http, protocol.parse_completion)
         self.check_model(body.model)
         front, _, _, ready = self.serving()
         skip = body.skip_special_tokens is not False
@@ -151,7 +154,7 @@ class Gateway:
     async def chat(self, http: HTTPRequest) -> Response:
         """POST /v1/chat/completions."""
         arrived = time.monotonic()
-        body = protocol.parse_chat(await _read(http))
+        body = await _parsed(http, protocol.parse_chat)
         self.check_model(body.model)
         ids = await self.encode_chat(
             body.template_messages(),
@@ -203,7 +206,7 @@ class Gateway:
                             params=params,
                             choice_index=number,
                             deadline=None if timeout is None else arrived + timeout,
-                            priority=body.priority or 0,
+                            priority=-(body.priority or 0),
                             cache_salt=body.cache_salt or "",
                         ),
                         tokenizer=front.tokenizer,
@@ -236,7 +239,6 @@ class Gateway:
             generation,
             answer,
             stream=bool(body.stream),
-            max_chunk=ready.max_chunk,
             headers={"x-trivet-seed": str(seed)},
             on_begin=self._generation_begins,
             on_end=self._generation_ends,
@@ -291,7 +293,7 @@ class Gateway:
 
     async def tokenize(self, http: HTTPRequest) -> Response:
         """POST /tokenize."""
-        body = protocol.parse_tokenize(await _read(http))
+        body = await _parsed(http, protocol.parse_tokenize)
         self.check_model(body.model)
         front, _, _, ready = self.serving()
         if body.prompt is not None:
@@ -313,7 +315,7 @@ class Gateway:
 
     async def detokenize(self, http: HTTPRequest) -> Response:
         """POST /detokenize."""
-        body = protocol.parse_detokenize(await _read(http))
+        body = await _parsed(http, protocol.parse_detokenize)
         self.check_model(body.model)
         front, _, _, ready = self.serving()
         protocol.check_token_ids(body.tokens, "tokens", ready.vocab_size)
@@ -354,7 +356,7 @@ class Gateway:
 
     async def worker_role(self, http: HTTPRequest) -> Response:
         """POST /workers/{id}/role."""
-        body = protocol.parse_role(await _read(http))
+        body = await _parsed(http, protocol.parse_role)
         workers = self.pool.workers if self.pool is not None else []
         worker = next((w for w in workers if w.worker_id == http.path_params["worker_id"]), None)
         if worker is None:
@@ -489,6 +491,14 @@ async def _read(http: HTTPRequest) -> bytes:
         if len(data) > limit:
             raise _too_large(limit)
     return bytes(data)
+
+
+async def _parsed(http: HTTPRequest, parse: Callable[[bytes], _B]) -> _B:
+    """The body as a typed object; a long one is parsed off the event loop."""
+    data = await _read(http)
+    if len(data) <= _OFFLOAD_BYTES:
+        return parse(data)
+    return await asyncio.to_thread(parse, data)
 
 
 def _json(value: Any) -> Response:

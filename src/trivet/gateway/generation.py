@@ -101,6 +101,7 @@ class Choice:
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
         self.cached_len: int | None = None
+        self.num_chunks: int | None = None
         self.prompt_logprobs: list[Logprob | None] | None = None
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
@@ -147,6 +148,8 @@ class Choice:
     def _accept_tokens(self, event: TokensEvent) -> int:
         if event.cached_len is not None:
             self.cached_len = event.cached_len
+        if event.num_chunks is not None:
+            self.num_chunks = event.num_chunks
         if event.prompt_logprobs is not None:
             self.prompt_logprobs = event.prompt_logprobs
         if self._drop_output:

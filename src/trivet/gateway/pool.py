@@ -14,6 +14,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from typing import Protocol, TypeVar, cast
 
@@ -50,6 +51,9 @@ _RESTART_PAUSE_S = 0.1
 _RESTART_PAUSE_MAX_S = 10.0
 _EXIT_S = 5.0  # a worker without a gateway has this long to exit by itself
 _REPLY_S = 10.0
+_STATS_S = 2.0
+_WATCH_S = 0.5  # how often a worker's silence is looked at
+SILENCE_LIMIT_S = 300.0  # a worker with requests that says nothing for so long is killed
 
 _T = TypeVar("_T")
 
@@ -110,6 +114,7 @@ class WorkerHandle:
         self._observer = observer
         self._process: subprocess.Popen[bytes] | None = None
         self._link: _Link | None = None
+        self._heard_at = 0.0
         self._receivers: dict[
             str, Receiver | None
         ] = {}  # None: the owner is gone, events are dropped
@@ -158,6 +163,8 @@ class WorkerHandle:
 
     def submit(self, request: Request, receiver: Receiver) -> None:
         assert request.request_id not in self._receivers, "request ids are unique"
+        if not self._receivers:
+            self._heard_at = time.monotonic()  # the idle time before does not count
         self._receivers[request.request_id] = receiver
         self._send([Add(request)])
 
@@ -180,7 +187,7 @@ class WorkerHandle:
         self._stats_waiters.append(waiter)
         self._send([GetStats()])
         with contextlib.suppress(TimeoutError, EngineError):
-            return await asyncio.wait_for(waiter, _REPLY_S)
+            return await asyncio.wait_for(waiter, _STATS_S)
         return self.stats
 
     async def reset_prefix_cache(self) -> int:
@@ -197,6 +204,7 @@ class WorkerHandle:
 
     def receive(self, messages: Sequence[FromWorker]) -> None:
         """Hand the messages of one frame to their owners, then wake each owner once."""
+        self._heard_at = time.monotonic()
         woken: dict[int, Receiver] = {}
         for message in messages:
             match message:
@@ -242,10 +250,24 @@ class WorkerHandle:
         _refuse(self._stats_waiters, message)
         _refuse(self._reset_waiters, message)
 
+    def silence_s(self) -> float:
+        """Seconds since the last frame of a worker that holds requests; 0 when it holds none."""
+        return time.monotonic() - self._heard_at if self._receivers else 0.0
+
+    async def wait_death(self, silence_limit_s: float) -> None:
+        """Until the socket ends. A worker that is silent for too long is killed: that ends it, too."""
+        while not self.link_lost.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.link_lost.wait(), _WATCH_S)
+            if self.silence_s() > silence_limit_s and self._process is not None:
+                print(f"trivet: worker {self.worker_id} is silent: killed", file=sys.stderr)
+                self._process.kill()
+
     async def stop(self, state: str = "stopped") -> int | None:
         """Close the socket, wait for the process, kill it if it stays; returns its exit status."""
         is_loading = self.state == "starting"  # it does not look at its socket: nothing to wait for
         self.state = state
+        self._observer.worker_stats(self, EngineStats())
         self.stats = EngineStats()
         self.ready = None
         if self._link is not None and self._link.transport is not None:
@@ -280,7 +302,13 @@ def _refuse(waiters: list[asyncio.Future[_T]], message: str) -> None:
 class WorkerPool:
     """All workers of one gateway and their restarts."""
 
-    def __init__(self, num_workers: int, observer: PoolObserver) -> None:
+    def __init__(
+        self,
+        num_workers: int,
+        observer: PoolObserver,
+        silence_limit_s: float = SILENCE_LIMIT_S,
+    ) -> None:
+        self._silence_limit_s = silence_limit_s
         self.workers = [WorkerHandle(f"w{n}", observer) for n in range(num_workers)]
         self.failure: LoadFailed | None = None  # the first start failed: give up
         self.is_stopping = False
@@ -317,7 +345,7 @@ class WorkerPool:
         while True:
             await worker.spawn()
             worker.start(await asyncio.shield(self._config))
-            await worker.link_lost.wait()
+            await worker.wait_death(self._silence_limit_s)
             was_ready = worker.state == "ready"
             worker.state = "dead"
             worker.fail_requests("worker_died", "the worker died; please retry")

@@ -97,7 +97,10 @@ class StreamOptions(Body):
 
 
 class GenerationBody(Body):
-    """Fields that completions and chat completions share. Defaults are OpenAI's."""
+    """Fields that completions and chat completions share. Defaults are OpenAI's.
+
+    ``priority`` is vLLM's: a lower value is served earlier.
+    """
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None

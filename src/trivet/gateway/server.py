@@ -25,10 +25,11 @@ import uvloop
 from trivet.config import ServerConfig
 from trivet.errors import ConfigError, EngineError, TrivetError
 from trivet.gateway.app import Gateway, ModelFront, build_app
-from trivet.gateway.pool import WorkerHandle, WorkerPool
+from trivet.gateway.pool import SILENCE_LIMIT_S, WorkerHandle, WorkerPool
 from trivet.worker.frames import DEFAULT_FACTORY, WorkerConfig
 
 _BACKLOG = 2048
+_KEEP_ALIVE_S = 75  # longer than clients keep a connection in their pool
 _DRAIN_POLL_S = 0.02
 DEFAULT_FRONT = "trivet.gateway.front:load_front"
 
@@ -36,12 +37,15 @@ DEFAULT_FRONT = "trivet.gateway.front:load_front"
 class Hooks(msgspec.Struct, frozen=True, kw_only=True):
     """Where engine and tokenizer come from, as ``module:function``; tests put toys here.
 
+    silence_limit_s  a worker that holds requests and says nothing for so long is killed
+
     engine  WorkerConfig -> LoadedEngine, called in the worker
     front   ServerConfig -> ModelFront, called in the gateway, off the event loop
     """
 
     engine: str = DEFAULT_FACTORY
     front: str = DEFAULT_FRONT
+    silence_limit_s: float = SILENCE_LIMIT_S
 
 
 def find_front(name: str) -> Callable[[ServerConfig], ModelFront]:
@@ -157,10 +161,11 @@ class Server:
                 ws="none",
                 server_header=False,
                 timeout_graceful_shutdown=1,
+                timeout_keep_alive=_KEEP_ALIVE_S,
             )
         )
         num_workers = int(self.config.workers.removeprefix("mixed:"))
-        gateway.pool = WorkerPool(num_workers, gateway.metrics)
+        gateway.pool = WorkerPool(num_workers, gateway.metrics, self._hooks.silence_limit_s)
         serving = asyncio.ensure_future(http.serve([self._socket]))
         try:
             await self._load(gateway, num_workers)

@@ -31,7 +31,6 @@ class GenerationResponse(Response):
         answer: Answer,
         *,
         stream: bool,
-        max_chunk: int,
         headers: dict[str, str],
         on_begin: Callable[[], None],
         on_end: Callable[[], None],
@@ -40,7 +39,6 @@ class GenerationResponse(Response):
         self._generation = generation
         self._answer = answer
         self._is_stream = stream
-        self._max_chunk = max_chunk
         self._extra_headers = headers
         self._on_begin = on_begin
         self._on_end = on_end
@@ -125,15 +123,15 @@ class GenerationResponse(Response):
         return {**self._extra_headers, "x-trivet-path": self._path()}
 
     def _path(self) -> str:
-        """How the prompts were prefilled: by the longest part that no cache served."""
-        lengths = [
-            len(choice.prompt.token_ids) - (choice.cached_len or 0)
-            for choice in self._generation.choices
-        ]
-        longest = max(lengths)
-        if longest <= self._max_chunk:
-            return f"local; reason={longest} tokens fit one step"
-        return f"chunked; reason={longest} tokens in chunks of at most {self._max_chunk}"
+        """How the prompts were prefilled: in one step each, or in chunks, as far as is known now."""
+        known = [choice for choice in self._generation.choices if choice.num_chunks is not None]
+        if not known:
+            return "local; reason=no token was drawn"
+        longest = max(known, key=lambda choice: choice.num_chunks or 0)
+        length = len(longest.prompt.token_ids) - (longest.cached_len or 0)
+        if longest.num_chunks == 1:
+            return f"local; reason={length} tokens in one step"
+        return f"chunked; reason={length} tokens in {longest.num_chunks} steps"
 
 
 async def _send_body(send: Send, body: bytes, *, more: bool) -> None:

@@ -86,7 +86,7 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """The engine is loaded. Sizes as the worker decided them; ``weights`` is the full form that runs.
 
-    max_chunk  most rows of one request in one step: a longer prompt is prefilled in several steps
+    ``notes`` are lines for the operator, the memory plan among them.
     """
 
     pid: int
@@ -99,7 +99,6 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     page_tokens: int
     max_num_seqs: int
     max_waiting: int
-    max_chunk: int
     threads: int
     isa: str = ""
     notes: list[str] = []

@@ -76,9 +76,6 @@ def ready_message(
 ) -> Ready:
     """What the gateway is told about a loaded engine."""
     config = engine.config
-    max_chunk = config.max_model_len  # whole prompts in one step, unless prefill is chunked
-    if config.max_prefill_chunk is not None:
-        max_chunk = min(config.max_prefill_chunk, config.max_step_tokens)
     return Ready(
         pid=os.getpid(),
         numerics_id=numerics_id,
@@ -90,7 +87,6 @@ def ready_message(
         page_tokens=PAGE_TOKENS,
         max_num_seqs=config.max_num_seqs,
         max_waiting=config.max_waiting,
-        max_chunk=max_chunk,
         threads=threads,
         isa=isa,
         notes=notes or [],
