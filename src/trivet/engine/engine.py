@@ -39,7 +39,6 @@ from trivet.request import (
     TokensEvent,
 )
 
-
 _NOTHING = SampleResult([], None)
 
 
