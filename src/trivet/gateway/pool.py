@@ -115,9 +115,8 @@ class WorkerHandle:
         self._process: subprocess.Popen[bytes] | None = None
         self._link: _Link | None = None
         self._heard_at = 0.0
-        self._receivers: dict[
-            str, Receiver | None
-        ] = {}  # None: the owner is gone, events are dropped
+        # Owners of live requests; None: the owner is gone and the events are dropped.
+        self._receivers: dict[str, Receiver | None] = {}
         self._stats_waiters: list[asyncio.Future[EngineStats]] = []
         self._reset_waiters: list[asyncio.Future[int]] = []
 
@@ -162,10 +161,17 @@ class WorkerHandle:
         self._send([Start(config)])
 
     def submit(self, request: Request, receiver: Receiver) -> None:
-        assert request.request_id not in self._receivers, "request ids are unique"
+        """Send a request; its events go to ``receiver``, an error event if there is no worker."""
+        request_id = request.request_id
+        assert request_id not in self._receivers, "request ids are unique"
+        if self.state != "ready":
+            message = "the worker died; please retry"
+            receiver.deliver(ErrorEvent(request_id=request_id, code="worker_died", message=message))
+            receiver.wake()
+            return
         if not self._receivers:
             self._heard_at = time.monotonic()  # the idle time before does not count
-        self._receivers[request.request_id] = receiver
+        self._receivers[request_id] = receiver
         self._send([Add(request)])
 
     def abort(self, request_id: str) -> None:
@@ -359,8 +365,9 @@ class WorkerPool:
                 worker.changed.set()
                 return
             worker.restarts += 1
+            reason = f": {worker.load_failure.message}" if worker.load_failure is not None else ""
             print(
-                f"trivet: worker {worker.worker_id} died (exit status {status}); "
+                f"trivet: worker {worker.worker_id} died (exit status {status}){reason}; "
                 f"restart {worker.restarts} in {pause:.1f} s",
                 file=sys.stderr,
             )
