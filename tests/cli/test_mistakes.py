@@ -43,6 +43,7 @@ MISTAKES = [
     (["bench", "engine", "MODEL", "--draft-tokens", "many"], "draft_tokens"),
     (["bench", "engine", "MODEL", "--prompts", "absent.jsonl", "--repeat", "1"], "absent.jsonl"),
     (["bench", "nothing"], "nothing"),
+    (["bench"], "command"),
     (["ladder", "MODEL"], "--out"),
     (["ladder", "MODEL", "-o", "OUT", "--rungs", "w9"], "rungs: 'w9' is not allowed"),
     (["ladder", "MODEL", "-o", "OUT", "--gate", "soft"], "gate"),
@@ -125,7 +126,7 @@ def test_the_program_itself(tmp_path: Path) -> None:
     version = run("--version")
     assert time.monotonic() - begin < 5
     assert (version.returncode, version.stdout.strip()) == (0, f"trivet {__version__}")
-    for words in (["--help"], ["generate", "--help"], ["bench", "engine", "--help"]):
+    for words in ([], ["--help"], ["generate", "--help"], ["bench", "engine", "--help"]):
         helped = run(*words)
         assert helped.returncode == 0
         assert "Usage: trivet" in helped.stdout

@@ -44,12 +44,13 @@ from trivet.recipe import Recipe
 RUNGS = ("bf16", "w8a8", "w4", "int8-kv", "ngram", "chunked-prefill")
 GATES = ("fast", "full", "off")
 PREFILL_CHUNK = 128
-_QUALITY_SHARE = 0.35  # of the budget goes to quality
+_QUALITY_SHARE = 0.3  # of the budget goes to quality
 _LEAST_TOKENS, _MOST_TOKENS = 128, 4096  # scored of each corpus when the budget decides
 _PASSES_OF_A_PAIR = 2.5  # what comparing a model with the baseline costs, in passes of one model
+_PLANNED_SHARE = 0.92  # the rest is for starts that take longer than expected
 _MIN_ROUNDS, _MAX_ROUNDS = 2, 5
 _LEAST_MIXED_S = 4.0  # of one run of the mixed load
-_MIN_GAIN = 1.0
+_MIN_GAIN = 1.02  # and more than half of the rounds above 1
 _MIN_KV_GAIN = 0.95  # int8 KV is there for memory: it may cost this much speed
 _SIZES = ((256, 64, 8, 128, 48), (192, 48, 4, 96, 32), (96, 24, 4, 48, 16), (32, 12, 2, 24, 8))
 
@@ -103,7 +104,8 @@ class Rung:
 
     weights        full form that ran
     is_exact       whether every weight is held exactly as the file has it
-    gain_*         ratio of ``gain_metric``; above 1 is better; None: not measured
+    gain_*         median ratio of ``gain_metric``; above 1 is better; None: not measured
+    ratios         gain_over_previous of each round
     in_recipe      whether it is part of what is recommended; ``reason`` says why (not)
     details        more figures, by name
     """
@@ -129,8 +131,15 @@ class Rung:
     gain_over_previous: float | None = None
     gain_over_baseline: float | None = None
     rounds: int = 0
+    ratios: list[float] = dataclasses.field(default_factory=list)
     spread: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     details: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def set_gain(self, ratios: list[float]) -> None:
+        """Take the gain over the previous rung from its value in each round."""
+        self.ratios = ratios
+        self.gain_over_previous = statistics.median(ratios)
+        self.spread["gain_over_previous"] = [min(ratios), max(ratios)]
 
     def as_json(self) -> dict[str, Any]:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -454,9 +463,8 @@ class _Climb:
         rung.peak_rss_bytes = max(one.peak_rss_bytes for one in own)
         rung.rounds = len(rounds)
         if setting != self._base:
-            rung.gain_over_previous = _gain(rounds, self._current, setting)
-            rung.gain_over_baseline = _gain(rounds, self._base, setting)
-            rung.spread["gain_over_previous"] = _gain_spread(rounds, self._current, setting)
+            rung.set_gain(_ratios(rounds, self._current, setting))
+            rung.gain_over_baseline = statistics.median(_ratios(rounds, self._base, setting))
         if setting.draft != "off":
             plain = [one[self._current] for one in rounds]
             rung.details["identical"] = all(
@@ -539,8 +547,7 @@ class _Climb:
             if one["off"]["chat_gap_p99_s"] and one["on"]["chat_gap_p99_s"]
         ]
         if ratios:
-            rung.gain_over_previous = statistics.median(ratios)
-            rung.spread["gain_over_previous"] = [min(ratios), max(ratios)]
+            rung.set_gain(ratios)
         names = ("ttft_s", "tpot_s", "chat_gap_p99_s", "long_ttft_s", "out_tok_s")
         for label in ("off", "on"):
             rung.details[label] = {
@@ -568,7 +575,7 @@ class _Climb:
             rung.reason = "no gain could be measured"
         elif rung.name == "int8-kv" and gain >= _MIN_KV_GAIN:
             rung.in_recipe, rung.reason = True, "KV takes about half the memory"
-        elif gain <= _MIN_GAIN:
+        elif gain < _MIN_GAIN or 2 * sum(ratio > 1 for ratio in rung.ratios) <= len(rung.ratios):
             rung.reason = f"does not pay here: x{gain:.2f}"
         else:
             rung.in_recipe, rung.reason = True, f"x{gain:.2f}"
@@ -580,7 +587,7 @@ class _Climb:
     def _slice_end(self) -> float:
         """When this rung should be done: an equal share of what is left."""
         now = time.monotonic()
-        left = self._started + self._options.budget_s - now
+        left = self._started + _PLANNED_SHARE * self._options.budget_s - now
         later = len(self._names) - self._done - 1
         quality = _QUALITY_SHARE if self._encoded else 0.0
         return now + max(0.0, left) * (1 - quality * (later > 0)) / (later + 1)
@@ -674,15 +681,11 @@ def _as_own_baseline(quality: Quality) -> Quality:
     )
 
 
-def _gain(rounds: Sequence[dict[Setting, _Round]], before: Setting, after: Setting) -> float:
-    return statistics.median(one[before].wall_s / one[after].wall_s for one in rounds)
-
-
-def _gain_spread(
+def _ratios(
     rounds: Sequence[dict[Setting, _Round]], before: Setting, after: Setting
 ) -> list[float]:
-    ratios = [one[before].wall_s / one[after].wall_s for one in rounds]
-    return [min(ratios), max(ratios)]
+    """Wall time before over wall time after, round by round."""
+    return [one[before].wall_s / one[after].wall_s for one in rounds]
 
 
 def _draft_details(rounds: Sequence[_Round]) -> dict[str, Any]:

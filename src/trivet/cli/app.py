@@ -28,7 +28,6 @@ def _version(value: bool) -> None:
 app = typer.Typer(
     name="trivet",
     help="Makes large language models run faster, and proves it.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -54,9 +53,9 @@ app.add_typer(bench.app, name="bench")
 
 
 def run(words: Sequence[str]) -> int:
-    """Run ``words`` as a command line; returns the exit code."""
+    """Run ``words`` as a command line; returns the exit code. No words ask for help."""
     try:
-        result = app(args=list(words), prog_name="trivet", standalone_mode=False)
+        result = app(args=list(words) or ["--help"], prog_name="trivet", standalone_mode=False)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
@@ -66,7 +65,7 @@ def run(words: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except _UsageError as error:
-        return _fail(_usage_line(error, words), 2)
+        return _fail(_usage_line(error), 2)
     except _ClickException as error:
         return _fail(str(error), 2)
     except EngineError as error:
@@ -81,10 +80,8 @@ def run(words: Sequence[str]) -> int:
     return result if isinstance(result, int) else 0
 
 
-def _usage_line(error: Exception, words: Sequence[str]) -> str:
-    message = getattr(error, "format_message", error.__str__)()
-    if getattr(error, "message", None) == "" and not message:
-        message = f"nothing to do: try trivet {' '.join([*words, '--help'])}"
+def _usage_line(error: Exception) -> str:
+    message = str(getattr(error, "format_message", error.__str__)())
     option = getattr(error, "option_name", None)
     hint = hint_for(option) if option else None
     return f"{message} {hint}" if hint else message

@@ -10,7 +10,7 @@ import typer
 from trivet.cli import options
 from trivet.cli.output import Output, number
 
-app = typer.Typer(help="Measure speed.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="Measure speed.", rich_markup_mode=None)
 
 
 @app.callback()
@@ -100,8 +100,8 @@ def engine(
         **chosen,
     )
     out = Output(json)
-    with out.loading() as loading, out.progress("bench engine", 1.0) as advance:
-        result = bench_engine(config, bench, loading=loading, progress=advance)
+    with out.progress("bench engine", 1.0, at_once=True) as bar:
+        result = bench_engine(config, bench, loading=bar.loading, progress=bar.advance)
     spread = result["spread"]
     rates = [
         ("decode", "decode_tok_s", "tok/s"),

@@ -74,14 +74,7 @@ def evaluate(
         base_given["kv"] = KVFormat.parse(base_given["kv"])
         base_config = ModelConfig(model=base_name, **base_given)
     out = Output(json)
-    with out.loading() as loading, out.progress("evaluate", 1.0) as advance:
-        before = 0.0
-
-        def progress(done: int, total: int) -> None:
-            nonlocal before
-            advance(done / total - before)
-            before = done / total
-
+    with out.loading() as loading, out.progress("evaluate", 1.0) as bar:
         evaluation = evaluate_model(
             config,
             base_config,
@@ -91,7 +84,7 @@ def evaluate(
             stride=stride,
             gate=gate,
             loading=loading,
-            progress=progress,
+            progress=lambda done, total: bar.set(done / total),
         )
     report = evaluation.report
     out.table(

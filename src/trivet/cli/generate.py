@@ -111,10 +111,10 @@ def generate(
             else llm.model.tokenizer.encode(text)
         )
         output = None
-        with out.progress("generate", float(max_tokens)) as advance:
+        with out.progress("generate", max_tokens) as bar:
             for delta in llm.stream(ids, params, stop=stop or ()):
                 if json:
-                    advance(len(delta.token_ids))
+                    bar.advance(len(delta.token_ids))
                 else:
                     sys.stdout.write(delta.text)
                     sys.stdout.flush()

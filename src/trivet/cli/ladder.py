@@ -75,19 +75,17 @@ def ladder(
     check_folder(out_folder)
     out = Output(json)
     shown: list[Rung] = []
-    with out.loading() as loading, out.progress("ladder", 1.0) as advance:
-        before = 0.0
+    with out.progress("packing", 1.0, at_once=True) as bar:
 
         def progress(label: str, share: float) -> None:
-            nonlocal before
-            advance(share - before)
-            before = share
+            bar.label(label)
+            bar.set(share)
 
         def on_rung(rung: Rung) -> None:
             shown.append(rung)
             out.note(_line(rung))
 
-        result = climb(asked, loading=loading, progress=progress, on_rung=on_rung)
+        result = climb(asked, loading=bar.loading, progress=progress, on_rung=on_rung)
     paths = write_report(result, out_folder)
     _print_table(out, result.model, shown)
     out.note(summary_line(result))

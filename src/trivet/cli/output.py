@@ -62,18 +62,23 @@ class Output:
             print(json.dumps(plain(value), ensure_ascii=False, allow_nan=False), flush=True)
 
     @contextlib.contextmanager
-    def progress(self, label: str, total: float | None = None) -> Iterator[Callable[[float], None]]:
-        """A progress bar on standard error; yields a function that advances it.
+    def progress(self, label: str, total: float, *, at_once: bool = False) -> Iterator[Bar]:
+        """A progress bar on standard error.
 
-        It appears once the job has run for a second. ``total`` None: a spinner.
+        It appears once the job has run for a second, or at once for jobs that report rarely.
         """
-        with _Bar(label, total) as bar:
-            yield bar.advance
+        bar = Bar(label, total)
+        try:
+            if at_once:
+                bar.show()
+            yield bar
+        finally:
+            bar.close()
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[Callable[[str, int, int], None]]:
         """Progress of loading a model, as `trivet.quant.load_packed` reports it (what, done, total)."""
-        bars: dict[str, _Bar] = {}
+        bars: dict[str, Bar] = {}
         try:
 
             def report(what: str, done: int, total: int) -> None:
@@ -81,8 +86,10 @@ class Output:
                 if bar is None:
                     for other in bars.values():
                         other.close()
-                    bar = bars[what] = _Bar(what, total or None)
+                    bar = bars[what] = Bar(what, total or None)
                 bar.set(done)
+                if total and done >= total:
+                    bar.close()
 
             yield report
         finally:
@@ -90,8 +97,8 @@ class Output:
                 bar.close()
 
 
-class _Bar:
-    """A rich progress bar that waits `_QUIET_S` before it shows itself."""
+class Bar:
+    """A rich progress bar that waits `_QUIET_S` before it shows itself. ``total`` None: a spinner."""
 
     def __init__(self, label: str, total: float | None) -> None:
         self._label, self._total = label, total
@@ -100,23 +107,32 @@ class _Bar:
         self._progress: Any = None
         self._task: Any = None
 
-    def __enter__(self) -> _Bar:
-        return self
+    def label(self, text: str) -> None:
+        """Say what is being done now."""
+        self._label = text
+        if self._progress is not None:
+            self._progress.update(self._task, description=text)
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def loading(self, what: str, done: int, total: int) -> None:
+        """Name what is being loaded, as `trivet.quant.load_packed` reports it."""
+        self.label(f"{what} {done}/{total}" if total else what)
 
     def advance(self, amount: float) -> None:
+        """So much more is done."""
         self.set(self._done + amount)
 
     def set(self, done: float) -> None:
+        """So much is done in all."""
         self._done = done
         if self._progress is None and time.monotonic() - self._started > _QUIET_S:
-            self._show()
+            self.show()
         if self._progress is not None:
             self._progress.update(self._task, completed=self._done)
 
-    def _show(self) -> None:
+    def show(self) -> None:
+        """Appear, when standard error is a terminal; a log has no use for a bar."""
+        if not sys.stderr.isatty():
+            return
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -129,9 +145,10 @@ class _Bar:
             transient=True,
         )
         self._progress.start()
-        self._task = self._progress.add_task(self._label, total=self._total)
+        self._task = self._progress.add_task(self._label, total=self._total, completed=self._done)
 
     def close(self) -> None:
+        """Disappear."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
