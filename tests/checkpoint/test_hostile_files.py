@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 
@@ -142,6 +143,37 @@ def test_damaged_gguf_is_refused(name: str, tmp_path: Path) -> None:
     path = build_gguf(tmp_path / "model.gguf", "llama3", qtype={"ffn_up": "Q4_0"})
     path.write_bytes(mutate(bytearray(path.read_bytes())))
     _assert_refused(path, *words)
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "words"),
+    [
+        (0, 6 << 30, "beyond"),
+        (8, 1 << 28, "elements"),
+        (9, 1 << 24, "arrays hold"),
+        (8, 1 << 24, "arrays hold"),
+    ],
+)
+def test_a_large_sparse_file_does_not_buy_memory(
+    kind: int, count: int, words: str, tmp_path: Path
+) -> None:
+    """An array that the file has room for, because the file is a hole of 8 GiB."""
+    path = tmp_path / "model.gguf"
+    key = struct.pack("<Q", 5) + b"a.key" + struct.pack("<IIQ", 9, kind, count)
+    with path.open("wb") as file:
+        file.write(struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + key)
+        file.truncate(8 << 30)
+    _assert_refused(path, words)
+
+
+def test_a_part_of_a_split_model_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model-00001-of-00002.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_uint16("split.count", 2)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    _assert_refused(path, "split")
 
 
 @pytest.mark.parametrize("qtype", ["F32", "F16", "BF16", "Q4_1", "Q8_0"])

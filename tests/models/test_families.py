@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from support.tiny_models import VARIANTS, build_folder, build_gguf, weights_of
 from trivet.checkpoint import resolve_model
-from trivet.models import open_model
+from trivet.models import open_model, rope_tables
 from trivet.models.reference import float_logits, to_float
 
 TOKENS = [0, 17, 300, 45, 45, 2, 381, 9, 120, 77, 250, 33, 8, 199, 64, 5]
@@ -44,6 +45,17 @@ def test_gguf_and_folder_are_the_same_model(variant: str, tmp_path: Path) -> Non
     file = open_model(resolve_model(build_gguf(tmp_path / "model.gguf", variant)))
     assert file.spec.tied_embeddings == folder.spec.tied_embeddings
     np.testing.assert_array_equal(float_logits(file, TOKENS), float_logits(folder, TOKENS))
+
+
+@pytest.mark.parametrize("variant", ["llama31", "llama32", "linear", "yarn"])
+def test_gguf_rope_scaling_equals_that_of_the_folder(variant: str, tmp_path: Path) -> None:
+    folder = open_model(resolve_model(build_folder(tmp_path / "hf", variant)))
+    file = open_model(resolve_model(build_gguf(tmp_path / "model.gguf", variant)))
+    for ours, want in zip(rope_tables(file.spec), rope_tables(folder.spec), strict=True):
+        np.testing.assert_allclose(ours, want, rtol=0, atol=3e-6)
+    plain = build_gguf(tmp_path / "plain.gguf", dataclasses.replace(VARIANTS[variant], rope=None))
+    unscaled = rope_tables(open_model(resolve_model(plain)).spec)[0]
+    assert np.abs(unscaled - rope_tables(file.spec)[0]).max() > 0.1
 
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])

@@ -265,6 +265,7 @@ def build_gguf(
     writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(shape.theta)
     writer.add_layer_norm_rms_eps(shape.eps)
+    _add_rope_scaling(writer, shape, head_dim)
     _add_tokenizer(writer, tiny_tokenizer(shape.vocab))
     for name, value in weights_of(shape, seed).items():
         permuted = value
@@ -283,6 +284,26 @@ def build_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _add_rope_scaling(writer: gguf.GGUFWriter, shape: Variant, head_dim: int) -> None:
+    """As llama.cpp's converter does it: llama3 becomes a tensor of divisors, the others keys."""
+    if shape.rope is None:
+        return
+    kind, factor = shape.rope["rope_type"], shape.rope["factor"]
+    if kind == "llama3":
+        original = shape.rope["original_max_position_embeddings"]
+        low, high = shape.rope["low_freq_factor"], shape.rope["high_freq_factor"]
+        freqs = shape.theta ** -(np.arange(0, head_dim, 2) / head_dim)
+        turns = original * freqs / (2 * np.pi)
+        smooth = np.clip((turns - low) / (high - low), 0, 1)
+        divisors = 1 / ((1 - smooth) / factor + smooth)
+        writer.add_tensor("rope_freqs.weight", divisors.astype(np.float32))
+        return
+    writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+    writer.add_rope_scaling_factor(factor)
+    if kind == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(shape.rope["original_max_position_embeddings"])
 
 
 def _add_tensor(writer: gguf.GGUFWriter, name: str, value: Float32, kind: str) -> None:
