@@ -363,8 +363,9 @@ def _best(blocks: Float32, offset: float, grids: Iterator[_Grid]) -> _Grid:
     """Per group, the candidate with the smallest squared error; the first wins a tie."""
 
     def block_error(grid: _Grid) -> Float32:
+        # Not einsum: its order of summation depends on the CPU, and here it decides codes.
         change = grid.values(offset) - blocks
-        result: Float32 = np.einsum("ngk,ngk->ng", change, change)
+        result: Float32 = np.square(change, out=change).sum(axis=2)
         return result
 
     best = next(grids)
