@@ -41,9 +41,6 @@ class _RecordingRunner(ToyRunner):
         return self.samplers[-1]
 
 
-# --- admission --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("request_fields", "param", "status", "words"),
     [
@@ -133,9 +130,6 @@ def test_draining_refuses_new_requests_and_finishes_the_others(make_driver: Make
 def test_config_that_cannot_work_is_refused(fields: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Engine(ToyRunner(), ToyArena(64), make_config(**fields))
-
-
-# --- endings ----------------------------------------------------------------------------------
 
 
 def test_output_ends_at_max_tokens(make_driver: MakeDriver) -> None:
@@ -278,9 +272,6 @@ def test_deadline_frees_pages_before_the_step_that_follows(make_driver: MakeDriv
     assert not driver.engine.has_work
 
 
-# --- scoring ----------------------------------------------------------------------------------
-
-
 def test_scoring_without_output(make_driver: MakeDriver) -> None:
     driver = make_driver()
     driver.add(make_request("a", PROMPT, max_tokens=0, prompt_logprobs=3))
@@ -331,9 +322,6 @@ def test_prompt_logprobs_are_computed_even_when_the_prompt_is_cached(
         outcome.prompt_logprobs
         == run_alone(make_request("a", _ids(100), max_tokens=1, prompt_logprobs=0)).prompt_logprobs
     )
-
-
-# --- prefix cache -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -411,9 +399,6 @@ def test_cached_pages_are_given_up_for_new_requests(make_driver: MakeDriver) -> 
         driver.run()
     stats = driver.engine.stats
     assert stats.pages_cached + stats.pages_free == 6
-
-
-# --- events and counters ----------------------------------------------------------------------
 
 
 def test_timeline_is_in_order(make_driver: MakeDriver) -> None:

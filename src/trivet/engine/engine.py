@@ -93,8 +93,6 @@ class Engine:
         self._next_deadline = math.inf
         self._is_draining = False
 
-    # --- requests -----------------------------------------------------------------------------
-
     def add(self, request: Request, now: float) -> None:
         """Accept a request; its events come from later calls of `step`.
 
@@ -179,8 +177,6 @@ class Engine:
     def request_ids(self) -> list[str]:
         """Live requests."""
         return list(self._requests)
-
-    # --- the step -----------------------------------------------------------------------------
 
     def step(self, now: float, clock: Callable[[], float] | None = None) -> list[Event]:
         """Run one step and return its events, terminal events of aborted requests included.
@@ -381,8 +377,6 @@ class Engine:
         self._stats.finished[ending] = self._stats.finished.get(ending, 0) + 1
         self._events.append(event)
 
-    # --- what it knows about itself -----------------------------------------------------------
-
     def _count(self, plan: Plan, seconds: float | None) -> None:
         stats = self._stats
         num_rows = plan.num_rows
@@ -418,8 +412,6 @@ class Engine:
         self._pool.check([state.pages for state in self._requests.values()])
         if self._prefix is not None:
             self._prefix.check()
-
-    # --- admission ----------------------------------------------------------------------------
 
     def _check_request(self, request: Request) -> None:
         if self._is_draining:
