@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import platform
 import pydoc_data.topics
 import random
 import sys
@@ -26,6 +25,7 @@ from typing import Any
 
 import httpx
 
+from trivet.bench.machine import describe_machine
 from trivet.config import KVFormat, ModelConfig, ServerConfig
 from trivet.gateway import LocalServer
 
@@ -66,6 +66,7 @@ class Soak:
         )
         first = sorted(self.first_token_s)
         return {
+            "model": options.url or options.model,
             "seconds": round(seconds, 3),
             "concurrency": options.concurrency,
             "leave": options.leave,
@@ -81,8 +82,7 @@ class Soak:
             "workers_at_rest": workers,
             "workers_after_reset": after,
             "all_pages_free": are_free,
-            "machine": platform.machine(),
-            "python": platform.python_version(),
+            "machine": describe_machine(),
         }
 
     async def _settled(self, client: httpx.AsyncClient) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from trivet import LLM
+from trivet.bench.machine import describe_machine
 from trivet.config import KVFormat, ModelConfig, ServerConfig
 from trivet.gateway import LocalServer
 
@@ -156,7 +157,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             result = run_client(python, job)
             runs.append({"batch_size": batch_size, "num_concurrent": num_concurrent, **result})
             faults += compare(result["scores"], expected, result["texts"])
-    report = {"lm_eval": LM_EVAL, "expected": expected, "runs": runs, "faults": faults}
+    report = {
+        "lm_eval": LM_EVAL,
+        "model": options.model,
+        "machine": describe_machine(),
+        "expected": expected,
+        "runs": runs,
+        "faults": faults,
+    }
     text = json.dumps(report)
     if options.output is not None:
         options.output.parent.mkdir(parents=True, exist_ok=True)
