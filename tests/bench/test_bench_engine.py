@@ -92,8 +92,25 @@ def test_errors_of_the_measured_process_come_back(tiny_model: Path) -> None:
 
 
 def test_what_does_not_fit_the_context_is_refused(tiny_model: Path) -> None:
-    with pytest.raises(ConfigError, match="512, the model's context"):
+    with pytest.raises(ConfigError, match="up to 512, the context"):
         bench_engine(_config(tiny_model), EngineBench(prompt_tokens=600, repeat=1))
+
+
+def test_little_memory_makes_requests_wait(tiny_model: Path) -> None:
+    page_bytes = 32 * 2 * (2 * 32 * 2) * 2
+    bench = EngineBench(
+        batch=4,
+        prompt_tokens=40,
+        output_tokens=8,
+        repeat=1,
+        kv_bytes=3 * page_bytes,
+        max_num_seqs=2,
+    )
+    result = bench_engine(_config(tiny_model), bench)
+    assert result["batch"] == 4
+    assert result["kv_bytes_per_token"] * 32 <= page_bytes
+    with pytest.raises(ConfigError, match="kv_bytes"):
+        bench_engine(_config(tiny_model), EngineBench(prompt_tokens=40, repeat=1, kv_bytes=64))
 
 
 def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:

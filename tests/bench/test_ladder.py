@@ -52,6 +52,7 @@ def _assert_self_contained(page: str) -> None:
     assert re.search(r"url\((?!#)", page) is None
 
 
+@pytest.mark.slow
 def test_a_ladder_end_to_end(tiny_gguf: Path, tmp_path: Path) -> None:
     seen: list[str] = []
     shares: list[float] = []

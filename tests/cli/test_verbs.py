@@ -116,6 +116,18 @@ def test_chat_answers_a_piped_message(
     assert result["messages"][1]["content"] == "hello\nthere"
 
 
+def test_chat_keeps_the_conversation_until_reset(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = iter(["hello", "", "more", "/reset", "again", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    result = _run(capsys, "chat", tiny_model, "--max-tokens", "3")
+    assert [message["role"] for message in result["messages"]] == ["user", "assistant"]
+    assert result["messages"][0]["content"] == "again"
+
+
 def test_evaluate_against_itself_and_a_baseline(
     tiny_gguf: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from trivet.bench.ceiling import decode_mbu, nominal_peak_ops, prefill_mfu
 from trivet.bench.process import EngineProcess
 from trivet.bench.session import ROWS_CONTEXT, BatchJob
-from trivet.config import ModelConfig
+from trivet.config import MemoryConfig, ModelConfig
 from trivet.errors import ConfigError
 from trivet.loader import Progress, load_model
 
@@ -23,7 +23,9 @@ AUTO_DRAFT_TOKENS = 8
 class EngineBench:
     """What to measure. ``prompts_file`` replaces ``prompt_tokens``.
 
-    rows  row counts for the step-time ratio; None: not measured
+    rows          row counts for the step-time ratio; None: not measured
+    max_num_seqs  requests that run at the same time, where that is fewer than ``batch``
+    kv_bytes      KV memory; None: what the batch needs
     """
 
     batch: int = 1
@@ -38,11 +40,17 @@ class EngineBench:
     rows: tuple[int, ...] | None = None
     max_step_tokens: int = 512
     max_prefill_chunk: int | None = 256
+    max_num_seqs: int | None = None
+    memory_utilization: float = 0.9
+    kv_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for field in ("batch", "prompt_tokens", "output_tokens", "repeat", "draft_tokens"):
             if getattr(self, field) < 1:
                 raise ConfigError(field, getattr(self, field), "an integer >= 1")
+        if self.max_num_seqs is not None and self.max_num_seqs < 1:
+            raise ConfigError("max_num_seqs", self.max_num_seqs, "an integer >= 1")
+        MemoryConfig(memory_utilization=self.memory_utilization, kv_bytes=self.kv_bytes)
         for count in self.rows or ():
             if not 1 <= count <= 512:
                 raise ConfigError("rows", count, "1 to 512")
@@ -82,7 +90,7 @@ def bench_engine(
             advance(1 / total)
         result = _summary(bench, facts, prompts, runs, bandwidths)
         if bench.draft != "off":
-            result |= _draft_summary(process, bench, facts, runs)
+            result |= _draft_summary(process, job.batch, bench, facts, runs)
         if bench.rows:
             result["step_time_ratio"] = _row_ratios(process, bench.rows, facts)
         if bench.rows or bench.draft != "off":
@@ -100,7 +108,7 @@ def bench_engine(
 def _job(bench: EngineBench, prompts: list[list[int]]) -> BatchJob:
     return BatchJob(
         prompts=prompts,
-        batch=min(bench.batch, len(prompts)),
+        batch=_at_once(bench, prompts),
         output_tokens=bench.output_tokens,
         temperature=bench.temperature,
         seed=bench.seed,
@@ -109,7 +117,14 @@ def _job(bench: EngineBench, prompts: list[list[int]]) -> BatchJob:
         draft_tokens=bench.draft_tokens,
         max_step_tokens=bench.max_step_tokens,
         max_prefill_chunk=bench.max_prefill_chunk,
+        memory_utilization=bench.memory_utilization,
+        kv_bytes=bench.kv_bytes,
     )
+
+
+def _at_once(bench: EngineBench, prompts: Sequence[Sequence[int]]) -> int:
+    """Requests that run at the same time."""
+    return min(bench.batch, len(prompts), bench.max_num_seqs or bench.batch)
 
 
 def _run(process: EngineProcess, job: BatchJob, index: int) -> dict[str, Any]:
@@ -141,7 +156,7 @@ def _summary(
 ) -> dict[str, Any]:
     speeds = {name: _median([run[name] for run in runs]) for name in _SPEEDS}
     mean_prompt = statistics.fmean(len(prompt) for prompt in prompts)
-    batch = min(bench.batch, len(prompts))
+    batch = _at_once(bench, prompts)
     mbus = [
         decode_mbu(
             facts,
@@ -167,7 +182,7 @@ def _summary(
         "kv": facts["kv"],
         "threads": facts["threads"],
         "repeat": bench.repeat,
-        "batch": batch,
+        "batch": min(bench.batch, len(prompts)),
         "prompt_tokens": mean_prompt,
         "output_tokens": bench.output_tokens,
         "num_prompts": len(prompts),
@@ -182,6 +197,7 @@ def _summary(
 
 def _draft_summary(
     process: EngineProcess,
+    at_once: int,
     bench: EngineBench,
     facts: Mapping[str, Any],
     runs: Sequence[Mapping[str, Any]],
@@ -192,7 +208,7 @@ def _draft_summary(
     rows = {int(count): steps for count, steps in draft["rows_per_step"].items()}
     predicted = None
     if rows and draft["tokens_per_step"]:
-        batch = min(bench.batch, facts["max_positions"] // (1 + max(rows)))
+        batch = min(at_once, facts["max_positions"] // (1 + max(rows)))
         counts = sorted({batch} | {min(batch * count, 512) for count in rows})
         seconds = dict(process.call("step_rows", rows=counts))
         plain = seconds[batch]

@@ -25,7 +25,7 @@ from trivet.bench.measure import (
     run_mixed,
 )
 from trivet.bench.prompts import NaturalText, read_prompts
-from trivet.config import PAGE_TOKENS, EngineConfig, KVFormat, ModelConfig
+from trivet.config import PAGE_TOKENS, EngineConfig, KVFormat, MemoryConfig, ModelConfig
 from trivet.engine import pages_needed
 from trivet.errors import ConfigError
 from trivet.loader import LoadedModel, load_model
@@ -43,6 +43,7 @@ class BatchJob:
 
     max_prefill_chunk  None: whole prompts
     ignore_eos         run to output_tokens whatever the model says
+    kv_bytes           KV memory; None: what the batch needs
     """
 
     prompts: list[list[int]]
@@ -55,6 +56,8 @@ class BatchJob:
     draft_tokens: int = 4
     max_step_tokens: int = 512
     max_prefill_chunk: int | None = 256
+    memory_utilization: float = 0.9
+    kv_bytes: int | None = None
 
     @property
     def longest(self) -> int:
@@ -111,6 +114,7 @@ class Session:
             draft=job.draft,
             draft_tokens=job.draft_tokens,
         )
+        config = self._fitted(config, job.memory_utilization, job.kv_bytes)
         arena = self._arena_of(config.num_pages)
         drafter = self.model.new_drafter(config, arena)
         recorder = None if drafter is None else RecordingDrafter(drafter)
@@ -178,6 +182,7 @@ class Session:
             max_prefill_chunk=max_prefill_chunk,
             prefix_cache=False,
         )
+        config = self._fitted(config)
         engine = self.model.new_engine(config, self._arena_of(config.num_pages), None)
         result: dict[str, Any] = dict(run_mixed(engine, chats, longs, load))
         result["peak_rss_bytes"] = peak_rss_bytes()
@@ -218,12 +223,32 @@ class Session:
         return native.stream_bandwidth(step_bytes(self.model), self.model.threads)
 
     def _checked_length(self, length: int) -> int:
-        limit = self.model.runner.max_positions
+        limit = self.model.config.max_model_len or self.model.runner.max_positions
         if length > limit:
             raise ConfigError(
-                "prompt_tokens + output_tokens", length, f"up to {limit}, the model's context"
+                "prompt_tokens + output_tokens", length, f"up to {limit}, the context"
             )
         return length
+
+    def _fitted(
+        self, config: EngineConfig, memory_utilization: float = 0.9, kv_bytes: int | None = None
+    ) -> EngineConfig:
+        """The config with the pages that ``kv_bytes`` allow.
+
+        Raises ConfigError when its pages do not fit into memory.
+        """
+        page_bytes = self.model.runner.kv_geometry().page_bytes
+        wanted = config.num_pages * page_bytes
+        plan = self.model.plan(
+            MemoryConfig(
+                memory_utilization=memory_utilization,
+                kv_bytes=wanted if kv_bytes is None else min(wanted, kv_bytes),
+            ),
+            max_num_seqs=config.max_num_seqs,
+            max_step_tokens=config.max_step_tokens,
+            max_model_len=config.max_model_len,
+        )
+        return dataclasses.replace(config, num_pages=plan.num_pages)
 
     def _arena_of(self, num_pages: int) -> Arena:
         if self._arena is None or self._arena.num_pages < num_pages:

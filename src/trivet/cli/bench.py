@@ -54,8 +54,17 @@ def engine(
         typer.Option(metavar="N,N,...", help="Step time of n rows of one request over one row's."),
     ] = None,
     threads: options.Threads = None,
+    max_model_len: options.MaxModelLen = None,
+    max_num_seqs: Annotated[
+        int | None,
+        typer.Option(
+            "--max-num-seqs", metavar="N", help="Requests that run at once.  [default: B]"
+        ),
+    ] = None,
     max_step_tokens: options.MaxStepTokens = None,
     max_prefill_chunk: options.MaxPrefillChunk = None,
+    memory_utilization: options.MemoryUtilization = None,
+    kv_bytes: options.KVBytes = None,
     json: options.Json = False,
 ) -> int:
     """Measure one configuration alone on the machine: medians over --repeat runs."""
@@ -70,13 +79,19 @@ def engine(
         kv=kv,
         threads=threads,
         draft=draft,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        memory_utilization=memory_utilization,
+        kv_bytes=kv_bytes,
         max_step_tokens=max_step_tokens,
         max_prefill_chunk=max_prefill_chunk,
     )
     config = ModelConfig(
         model=name,
         kv=KVFormat.parse(chosen.pop("kv", "bf16")),
-        **{key: chosen.pop(key) for key in ("weights", "threads") if key in chosen},
+        **{
+            key: chosen.pop(key) for key in ("weights", "threads", "max_model_len") if key in chosen
+        },
     )
     if draft_tokens == "auto":
         chosen["draft_tokens"] = AUTO_DRAFT_TOKENS

@@ -31,6 +31,7 @@ def chat(
     draft_tokens: options.DraftTokens = None,
     threads: options.Threads = None,
     max_model_len: options.MaxModelLen = None,
+    max_num_seqs: generate.OneSeq = 1,
     memory_utilization: options.MemoryUtilization = None,
     kv_bytes: options.KVBytes = None,
     json: options.Json = False,
@@ -70,7 +71,7 @@ def chat(
 
         raise ConfigError("standard input", "", "a message")
     with out.loading() as loading:
-        llm = LLM(name, max_num_seqs=1, progress=loading, **chosen)
+        llm = LLM(name, max_num_seqs=max_num_seqs, progress=loading, **chosen)
     messages = [{"role": "system", "content": system}] if system else []
     with llm:
         if piped is not None:

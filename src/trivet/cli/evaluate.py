@@ -48,6 +48,7 @@ def evaluate(
     tasks: Annotated[Path | None, typer.Option(metavar="DIR", hidden=True)] = None,
     budget: Annotated[float | None, typer.Option(metavar="SECONDS", hidden=True)] = None,
     threads: options.Threads = None,
+    max_model_len: options.MaxModelLen = None,
     json: options.Json = False,
 ) -> int:
     """Measure perplexity, and the distance from a baseline.
@@ -63,13 +64,19 @@ def evaluate(
     for name, value in unsupported.items():
         if value:
             raise ConfigError(name, str(value), "nothing: only corpora are measured")
-    name, given = options.settings(model, weights=weights, kv=kv, threads=threads)
+    name, given = options.settings(
+        model, weights=weights, kv=kv, threads=threads, max_model_len=max_model_len
+    )
     given["kv"] = KVFormat.parse(given.get("kv", "bf16"))
     config = ModelConfig(model=name, **given)
     base_config = None
     if baseline is not None or baseline_weights is not None or baseline_kv is not None:
         base_name, base_given = options.settings(
-            baseline or model, weights=baseline_weights, kv=baseline_kv or "bf16", threads=threads
+            baseline or model,
+            weights=baseline_weights,
+            kv=baseline_kv or "bf16",
+            threads=threads,
+            max_model_len=max_model_len,
         )
         base_given["kv"] = KVFormat.parse(base_given["kv"])
         base_config = ModelConfig(model=base_name, **base_given)

@@ -29,6 +29,9 @@ Seed = Annotated[
 Stop = Annotated[
     list[str] | None, typer.Option("--stop", metavar="TEXT", help="Stop string; once for each.")
 ]
+OneSeq = Annotated[
+    int, typer.Option("--max-num-seqs", metavar="N", help="Memory for so many requests at once.")
+]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the end token.")]
 
 
@@ -63,6 +66,7 @@ def generate(
     draft_tokens: options.DraftTokens = None,
     threads: options.Threads = None,
     max_model_len: options.MaxModelLen = None,
+    max_num_seqs: OneSeq = 1,
     memory_utilization: options.MemoryUtilization = None,
     kv_bytes: options.KVBytes = None,
     json: options.Json = False,
@@ -103,7 +107,7 @@ def generate(
     )
     out = Output(json)
     with out.loading() as loading:
-        llm = LLM(name, max_num_seqs=1, progress=loading, **chosen)
+        llm = LLM(name, max_num_seqs=max_num_seqs, progress=loading, **chosen)
     with llm:
         ids = (
             llm.chat_prompt([{"role": "user", "content": chat}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -66,7 +67,7 @@ def info(
             f" ({memory.source})",
         ),
     ]
-    out.table("machine", ("", ""), rows)
+    out.facts("machine", rows)
     out.result(result)
     return 0
 
@@ -90,9 +91,8 @@ def _model(out: Output, model: str, **given: Any) -> dict[str, Any]:
     with out.loading() as loading:
         loaded = load_model(config, loading)
     packed, spec = loaded.packed, loaded.packed.spec
-    out.table(
+    out.facts(
         name,
-        ("", ""),
         [
             ("family", spec.family),
             ("parameters", f"{spec.num_parameters:,}"),
@@ -133,7 +133,7 @@ def _model(out: Output, model: str, **given: Any) -> dict[str, Any]:
     for note in packed.notes:
         out.note(note)
     plan = loaded.plan(memory, max_num_seqs=chosen.get("max_num_seqs", 32), max_step_tokens=512)
-    out.tables.print(render_plan(plan), highlight=False)
+    print(render_plan(plan), file=sys.stderr if out.as_json else sys.stdout)
     return {
         "model": name,
         "spec": spec.to_json(),

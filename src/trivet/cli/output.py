@@ -56,6 +56,12 @@ class Output:
             table.add_row(*(Text("-" if cell is None else str(cell)) for cell in row))
         self.tables.print(table)
 
+    def facts(self, title: str, rows: Sequence[tuple[str, object]]) -> None:
+        """Print names and values, one pair a line."""
+        width = max(len(name) for name, _ in rows)
+        lines = [title, *(f"  {name:<{width}}  {value}" for name, value in rows)]
+        print("\n".join(lines), file=sys.stderr if self.as_json else sys.stdout)
+
     def result(self, value: Mapping[str, Any]) -> None:
         """With ``--json``: print the object as the last line of standard output."""
         if self.as_json:
