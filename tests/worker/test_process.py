@@ -48,6 +48,7 @@ from trivet.worker.frames import (
 from trivet.worker.process import Worker, find_factory
 
 TESTS = Path(__file__).parents[1]
+FACTORY = "support.toy_server:load_engine"
 
 
 class Peer:
@@ -172,7 +173,7 @@ def test_unknown_factory() -> None:
 
 def _spawn(sock: socket.socket) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-P", "-W", "error", "-m", "trivet.worker"]
-    command += ["--fd", str(sock.fileno()), "--parent", str(os.getpid())]
+    command += ["--fd", str(sock.fileno()), "--parent", str(os.getpid()), "--factory", FACTORY]
     path = os.pathsep.join([str(TESTS), *filter(None, sys.path)])
     return subprocess.Popen(
         command, pass_fds=[sock.fileno()], env={**os.environ, "PYTHONPATH": path}
@@ -180,7 +181,7 @@ def _spawn(sock: socket.socket) -> subprocess.Popen[bytes]:
 
 
 def _config(model: str) -> WorkerConfig:
-    return WorkerConfig(model=model, factory="support.toy_server:load_engine")
+    return WorkerConfig(model=model)
 
 
 def test_process_serves_and_ends_with_its_socket() -> None:

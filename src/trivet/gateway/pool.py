@@ -132,7 +132,7 @@ class WorkerHandle:
             return 0
         return max(0, self.ready.max_num_seqs + self.ready.max_waiting - self.num_live)
 
-    async def spawn(self) -> None:
+    async def spawn(self, factory: str) -> None:
         """Start the process; it waits for `start` to say what to load, importing meanwhile."""
         self.state, self.ready, self.load_failure = "starting", None, None
         self.changed.clear()
@@ -141,6 +141,7 @@ class WorkerHandle:
         with theirs:
             command = [sys.executable, "-P", "-m", "trivet.worker"]
             command += ["--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
+            command += ["--factory", factory]
             path = os.pathsep.join(entry for entry in sys.path if entry)
             try:
                 self._process = subprocess.Popen(
@@ -306,14 +307,19 @@ def _refuse(waiters: list[asyncio.Future[_T]], message: str) -> None:
 
 
 class WorkerPool:
-    """All workers of one gateway and their restarts."""
+    """All workers of one gateway and their restarts.
+
+    factory  ``module:function``, called in the worker: WorkerConfig -> LoadedEngine
+    """
 
     def __init__(
         self,
         num_workers: int,
+        factory: str,
         observer: PoolObserver,
         silence_limit_s: float = SILENCE_LIMIT_S,
     ) -> None:
+        self._factory = factory
         self._silence_limit_s = silence_limit_s
         self.workers = [WorkerHandle(f"w{n}", observer) for n in range(num_workers)]
         self.failure: LoadFailed | None = None  # the first start failed: give up
@@ -349,7 +355,7 @@ class WorkerPool:
     async def _keep_alive(self, worker: WorkerHandle) -> None:
         pause = _RESTART_PAUSE_S
         while True:
-            await worker.spawn()
+            await worker.spawn(self._factory)
             worker.start(await asyncio.shield(self._config))
             await worker.wait_death(self._silence_limit_s)
             was_ready = worker.state == "ready"

@@ -55,7 +55,7 @@ def find_front(name: str) -> Callable[[ServerConfig], ModelFront]:
     return cast(Callable[[ServerConfig], ModelFront], function)
 
 
-def worker_config(config: ServerConfig, hooks: Hooks, num_workers: int) -> WorkerConfig:
+def worker_config(config: ServerConfig, num_workers: int) -> WorkerConfig:
     """The part of the server's settings that each worker gets."""
     model, memory = config.model, config.memory
     return WorkerConfig(
@@ -74,7 +74,6 @@ def worker_config(config: ServerConfig, hooks: Hooks, num_workers: int) -> Worke
         prefix_cache=config.prefix_cache,
         draft=config.draft,
         draft_tokens=config.draft_tokens,
-        factory=hooks.engine,
     )
 
 
@@ -165,7 +164,9 @@ class Server:
             )
         )
         num_workers = int(self.config.workers.removeprefix("mixed:"))
-        gateway.pool = WorkerPool(num_workers, gateway.metrics, self._hooks.silence_limit_s)
+        gateway.pool = WorkerPool(
+            num_workers, self._hooks.engine, gateway.metrics, self._hooks.silence_limit_s
+        )
         serving = asyncio.ensure_future(http.serve([self._socket]))
         try:
             await self._load(gateway, num_workers)
@@ -193,7 +194,7 @@ class Server:
                 await asyncio.gather(front, return_exceptions=True)
                 return
             gateway.set_front(front.result())
-            gateway.pool.start(worker_config(self.config, self._hooks, num_workers))
+            gateway.pool.start(worker_config(self.config, num_workers))
             ready = asyncio.ensure_future(gateway.pool.wait_ready())
             await asyncio.wait({ready, stopped}, return_when=asyncio.FIRST_COMPLETED)
             ready.cancel()

@@ -27,7 +27,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one worker runs. ``factory`` is a ``module:function`` that builds its engine."""
+    """What one worker runs."""
 
     model: str
     weights: str = "auto"
@@ -44,7 +44,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefix_cache: bool = True
     draft: str = "off"
     draft_tokens: int = 4
-    factory: str = DEFAULT_FACTORY
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):

@@ -154,17 +154,21 @@ def die_with_parent(parent_pid: int | None = None) -> None:
         raise SystemExit(1)
 
 
-def main(fd: int, parent_pid: int) -> int:
-    """Run a worker on the inherited socket ``fd``; returns the exit status."""
+def main(fd: int, parent_pid: int, factory_name: str) -> int:
+    """Run a worker on the inherited socket ``fd``; returns the exit status.
+
+    The factory is imported before the gateway says what to load: it may still be packing weights.
+    """
     die_with_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the group; the gateway drains
     channel = Channel(socket.socket(fileno=fd))
     try:
-        config = _wait_for_start(channel)
-        if config is None:
-            return 0
         try:
-            loaded = find_factory(config.factory)(config)
+            factory = find_factory(factory_name)
+            config = _wait_for_start(channel)
+            if config is None:
+                return 0
+            loaded = factory(config)
         except TrivetError as error:
             channel.send([LoadFailed(str(error), not isinstance(error, EngineError))])
             channel.drain(_DRAIN_S)
