@@ -472,7 +472,10 @@ void Model::rotate_q(int32_t row, int32_t position, int32_t head, int32_t num_he
     const float* q = qkv_.data() + static_cast<int64_t>(row) * qkv_width_ + head * dim;
     for (int32_t i = 0; i < num_heads; ++i) {
         kernels_.rope->rotate(q + i * dim, cos, sin, half, scratch.head.data());
-        kernels_.quantize->to_bf16(scratch.head.data(), dim, dim, out + i * dim);
+        // The quantizer writes whole multiples of 64.
+        uint16_t* codes = reinterpret_cast<uint16_t*>(scratch.codes.data());
+        kernels_.quantize->to_bf16(scratch.head.data(), dim, round_up(dim, 64), codes);
+        std::memcpy(out + i * dim, codes, sizeof(uint16_t) * static_cast<size_t>(dim));
     }
 }
 
@@ -491,8 +494,8 @@ void Model::store_kv(const Step& step, Arena& arena, int32_t layer, int32_t row,
     const int32_t slot = position % kPageTokens;
     if (weights_.kv == KvKind::kBf16) {
         uint16_t* codes = reinterpret_cast<uint16_t*>(scratch.codes.data());
-        kernels_.quantize->to_bf16(scratch.head.data(), dim, dim, codes);
-        kernels_.quantize->to_bf16(v, dim, dim, codes + padded);
+        kernels_.quantize->to_bf16(scratch.head.data(), dim, padded, codes);
+        kernels_.quantize->to_bf16(v, dim, padded, codes + padded);
         store_token_bf16(codes, codes + padded, dim, slot, page);
         return;
     }
