@@ -113,6 +113,8 @@ def test_metrics(http: httpx.Client) -> None:
         "vllm:request_generation_tokens",
     ):
         assert values[name + '_count{model_name="toy"}'] >= 1, name
+    assert values["vllm:iteration_tokens_total_sum" + labels] >= 10
+    assert values["trivet:step_seconds_count" + labels] >= 4
     success = 'vllm:request_success_total{engine="0",finished_reason="length",model_name="toy"}'
     assert values[success] >= 1
     assert "vllm:cache_config_info{" in text

@@ -72,10 +72,14 @@ class Gateway:
         self.front: ModelFront | None = None
         self.names: TokenNames | None = None
         self.pool: WorkerPool | None = None
-        self.metrics = Metrics(model_name)
+        self.metrics = Metrics(model_name, self.all_workers)
         self.created = int(time.time())
         self.is_draining = False
         self.num_generations = 0
+
+    def all_workers(self) -> list[WorkerHandle]:
+        """The workers, whatever their state; none before the pool is made."""
+        return self.pool.workers if self.pool is not None else []
 
     def set_front(self, front: ModelFront) -> None:
         """The tokenizer is there."""
@@ -344,21 +348,20 @@ class Gateway:
 
     async def metrics_page(self, http: HTTPRequest) -> Response:
         """GET /metrics."""
-        workers = self.pool.workers if self.pool is not None else []
-        await asyncio.gather(*(worker.fetch_stats() for worker in workers))
-        return Response(self.metrics.render(workers), media_type=CONTENT_TYPE)
+        await asyncio.gather(*(worker.fetch_stats() for worker in self.all_workers()))
+        return Response(self.metrics.render(), media_type=CONTENT_TYPE)
 
     async def workers(self, http: HTTPRequest) -> Response:
         """GET /workers."""
-        workers = self.pool.workers if self.pool is not None else []
+        workers = self.all_workers()
         await asyncio.gather(*(worker.fetch_stats() for worker in workers))
         return _json({"workers": [_worker_card(worker) for worker in workers]})
 
     async def worker_role(self, http: HTTPRequest) -> Response:
         """POST /workers/{id}/role."""
         body = await _parsed(http, protocol.parse_role)
-        workers = self.pool.workers if self.pool is not None else []
-        worker = next((w for w in workers if w.worker_id == http.path_params["worker_id"]), None)
+        name = http.path_params["worker_id"]
+        worker = next((w for w in self.all_workers() if w.worker_id == name), None)
         if worker is None:
             raise RequestError("there is no such worker", "id", status=404, code="worker_not_found")
         if body.role != worker.role:

@@ -7,12 +7,16 @@ so that they go on growing when a worker is restarted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
 
-from trivet.engine.stats import EngineStats
+from trivet.engine import EngineStats
+from trivet.engine import Histogram as StepHistogram
 from trivet.gateway.generation import Choice
 from trivet.gateway.pool import WorkerHandle
 from trivet.request import StageTimes
@@ -73,11 +77,38 @@ _COUNTERS: dict[str, tuple[str, Callable[[EngineStats], int]]] = {
 }
 
 
-class Metrics:
-    """One registry per gateway. Worker ``w0`` is engine ``0``."""
+class _StepCollector(Collector):
+    """Histograms that the engines keep themselves: rows and seconds of their steps."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, workers: Callable[[], Sequence[WorkerHandle]]) -> None:
+        self._model = model_name
+        self._workers = workers
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        for name, help_text, kept in (
+            ("vllm:iteration_tokens_total", "Rows of an engine step.", "step_rows"),
+            ("trivet:step_seconds", "Seconds of an engine step.", "step_seconds"),
+        ):
+            family = HistogramMetricFamily(name, help_text, labels=_LABELS)
+            for worker in self._workers():
+                histogram: StepHistogram = getattr(worker.stats, kept)
+                bounds = [*(str(bound) for bound in histogram.bounds), "+Inf"]
+                sums = itertools.accumulate(histogram.counts)
+                buckets = list(zip(bounds, map(float, sums), strict=True))
+                family.add_metric([self._model, _engine(worker)], buckets, histogram.sum)
+            yield family
+
+
+class Metrics:
+    """One registry per gateway. Worker ``w0`` is engine ``0``.
+
+    workers  the workers there are now
+    """
+
+    def __init__(self, model_name: str, workers: Callable[[], Sequence[WorkerHandle]]) -> None:
         self.registry = CollectorRegistry()
+        self._workers = workers
+        self.registry.register(_StepCollector(model_name, workers))
         self._model = model_name
         self._counters = {
             name: Counter(name, help_text, _LABELS, registry=self.registry)
@@ -220,9 +251,9 @@ class Metrics:
             self._prefill.observe(times.first_token - times.scheduled)
             self._decode.observe(times.finished - times.first_token)
 
-    def render(self, workers: list[WorkerHandle]) -> bytes:
+    def render(self) -> bytes:
         """The page of GET /metrics."""
-        for worker in workers:
+        for worker in self._workers():
             self._up.labels(self._model, _engine(worker)).set(worker.state == "ready")
             self._restarts.labels(self._model, _engine(worker)).set(worker.restarts)
         return generate_latest(self.registry)
