@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+from collections.abc import Sequence
 
 import pytest
+from starlette.types import Message
 
 from support.toy_server import EOS, ToyTokenizer
+from trivet.gateway.answer import AnswerInfo, CompletionAnswer
 from trivet.gateway.generation import Choice, Generation, Prompt
+from trivet.gateway.stream import GenerationResponse
+from trivet.gateway.tokens import TokenNames
 from trivet.request import (
     ErrorEvent,
     Event,
@@ -26,7 +32,8 @@ ID = "r0"
 class Recorder:
     """Backend and observer in one: remembers what was asked of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_submit: Sequence[Event] = ()) -> None:
+        self._on_submit = on_submit
         self.finished: list[tuple[str, int]] = []
         self.aborted: list[str] = []
         self.submitted: list[str] = []
@@ -35,6 +42,8 @@ class Recorder:
 
     def submit(self, request: Request, receiver: Generation) -> None:
         self.submitted.append(request.request_id)
+        for event in self._on_submit:
+            receiver.deliver(event)
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
@@ -173,7 +182,7 @@ def test_generation_tells_the_backend_about_a_stop_string() -> None:
         generation.deliver(tokens(ids_of("abc")))
         generation.wake()
         [choice] = await generation.changed()
-        assert generation.is_ended
+        assert generation.is_done
         assert choice.take().text == "a"
         assert recorder.finished == [(ID, 2)]
         generation.deliver(tokens(ids_of("more")))
@@ -203,3 +212,98 @@ def test_close_aborts_what_runs_and_only_that() -> None:
         assert sorted(recorder.endings) == ["abort", "error", "length"]
 
     asyncio.run(run())
+
+
+class SlowClient:
+    """An ASGI send that gives way after every message, so that events arrive between two sends."""
+
+    def __init__(self, generation: Generation, events: list[Event]) -> None:
+        self._generation = generation
+        self._events = events
+        self.body = b""
+        self.status = 0
+
+    async def receive(self) -> Message:
+        await asyncio.sleep(3600)
+        raise AssertionError("unreachable")
+
+    async def send(self, message: Message) -> None:
+        self.status = message.get("status", self.status)
+        self.body += message.get("body", b"")
+        if self._events:
+            self._generation.deliver(self._events.pop(0))
+            self._generation.wake()
+        if len(self._events) == 1:  # the last one comes by itself
+            asyncio.get_running_loop().call_later(0.01, self._last)
+        await asyncio.sleep(0)
+
+    def _last(self) -> None:
+        if self._events:
+            self._generation.deliver(self._events.pop(0))
+            self._generation.wake()
+
+
+def _serve(stream: bool, backend_events: list[Event], later: list[Event]) -> SlowClient:
+    """Serve one choice: some events are there at once, the others come with each send."""
+
+    async def run() -> SlowClient:
+        recorder = Recorder(backend_events)
+        generation = Generation([make_choice()], [recorder], recorder)
+        info = AnswerInfo(
+            answer_id="a",
+            created=0,
+            model="m",
+            fingerprint="f",
+            seed=1,
+            include_usage=True,
+            continuous_usage=False,
+            wants_logprobs=False,
+            wants_token_ids=False,
+            echo=False,
+            skip_special_tokens=True,
+        )
+        tokenizer = ToyTokenizer()
+        response = GenerationResponse(
+            generation,
+            CompletionAnswer(info, tokenizer, TokenNames(tokenizer)),
+            stream=stream,
+            headers={},
+            on_begin=lambda: None,
+            on_end=lambda: None,
+        )
+        client = SlowClient(generation, later)
+        await response({"type": "http"}, client.receive, client.send)
+        return client
+
+    return asyncio.run(asyncio.wait_for(run(), 10))
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2, 3])
+def test_events_that_come_while_sending_are_told_once(cut: int) -> None:
+    events: list[Event] = [tokens(ids_of(letter)) for letter in "abc"]
+    events.append(finished())
+    client = _serve(True, events[: cut + 1], events[cut + 1 :])
+    blocks = [block for block in client.body.decode().split("\n\n") if block]
+    assert blocks[-1] == "data: [DONE]"
+    chunks = [json.loads(block.removeprefix("data: ")) for block in blocks[:-1]]
+    choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+    assert "".join(choice["text"] for choice in choices) == "abc"
+    assert choices[-1]["finish_reason"] == "length"
+    assert all(choice["finish_reason"] is None for choice in choices[:-1])
+    assert chunks[-1]["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_at_submission_is_an_http_error(stream: bool) -> None:
+    dead = ErrorEvent(request_id=ID, code="worker_died", message="gone")
+    client = _serve(stream, [dead], [])
+    assert client.status == 503
+    assert json.loads(client.body)["error"]["code"] == "worker_died"
+
+
+def test_all_events_at_once() -> None:
+    events: list[Event] = [tokens(ids_of("hi")), finished()]
+    client = _serve(False, events, [])
+    assert client.status == 200
+    [choice] = json.loads(client.body)["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("hi", "length")

@@ -281,4 +281,5 @@ def _ms(start: float | None, end: float | None) -> float | None:
 def _merge(deltas: Sequence[Delta]) -> Delta:
     text = "".join(delta.text for delta in deltas)
     tokens = [token for delta in deltas for token in delta.tokens]
-    return Delta(text, tokens, deltas[-1].finish_reason if deltas else None)
+    reasons = [delta.finish_reason for delta in deltas if delta.finish_reason is not None]
+    return Delta(text, tokens, reasons[0] if reasons else None)

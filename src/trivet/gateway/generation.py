@@ -55,7 +55,7 @@ class Token:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Delta:
-    """What is new in a choice. ``finish_reason`` is set on the last one."""
+    """What is new in a choice. ``finish_reason`` is set once, on the last one that says anything."""
 
     text: str
     tokens: list[Token]
@@ -113,6 +113,7 @@ class Choice:
         self._text: list[str] = []
         self._shown_len = 0
         self._pending: list[Token] = []
+        self._is_told = False  # the finish reason was handed out
 
     @property
     def is_ended(self) -> bool:
@@ -186,7 +187,9 @@ class Choice:
             while ready and self._pending[ready - 1].offset >= self._shown_len:
                 ready -= 1
         tokens, self._pending = self._pending[:ready], self._pending[ready:]
-        return Delta(text, tokens, self.finish_reason)
+        reason = None if self._is_told else self.finish_reason
+        self._is_told = reason is not None or self._is_told
+        return Delta(text, tokens, reason)
 
 
 class Generation:
@@ -248,8 +251,9 @@ class Generation:
         self._wakeup.set()
 
     @property
-    def is_ended(self) -> bool:
-        return self._num_running == 0
+    def is_done(self) -> bool:
+        """Every choice has ended and `changed` has told of it: it would wait for ever."""
+        return self._num_running == 0 and not self._touched
 
     @property
     def error(self) -> ErrorEvent | None:

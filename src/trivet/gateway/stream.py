@@ -65,7 +65,7 @@ class GenerationResponse(Response):
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation = self._generation
         parts: dict[int, list[Delta]] = {choice.index: [] for choice in generation.choices}
-        while not generation.is_ended:
+        while not generation.is_done:
             for choice in await generation.changed():
                 parts[choice.index].append(choice.take())
             if generation.is_disconnected:
@@ -81,7 +81,7 @@ class GenerationResponse(Response):
     async def _send_stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation = self._generation
         is_begun = False
-        while not generation.is_ended or not is_begun:
+        while not generation.is_done:
             touched = await generation.changed()
             if generation.is_disconnected:
                 return
