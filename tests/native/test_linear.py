@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from native.linear_cases import FORMATS, LEVELS, case_id, extreme_weight, random_rows, random_weight
@@ -47,6 +49,23 @@ def test_every_level_equals_the_reference(
     for rows in ROWS:
         got = kernels.linear(level, packed, kernels.quantize(level, x[:rows], packed.layout))
         _assert_bits_equal(got, reference.linear(x[:rows], weight) if rows == 0 else want[:rows])
+
+
+@pytest.mark.parametrize("level", [level for level in LEVELS if level != "generic"])
+@given(
+    case=st.sampled_from(FORMATS),
+    n=st.integers(1, 70),
+    k=st.integers(1, 400),
+    rows=st.integers(0, 40),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60)
+def test_any_shape_equals_the_generic_level(
+    level: str, case: tuple[str, type], n: int, k: int, rows: int, seed: int
+) -> None:
+    weight = random_weight(case[0], n, k, case[1], seed)
+    x = random_rows(rows, k, seed)
+    _assert_bits_equal(_run(level, weight, x), _run("generic", weight, x))
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -21,7 +21,8 @@ enum class WeightKind : int32_t {
 enum class ScaleType : int32_t { kF16 = 0, kF32 = 1 };
 enum class Scheme : int32_t { kSym = 0, kZeroPoint = 1, kMin = 2 };
 
-// A packed weight. All pointers are 64-byte aligned and read-only; none alias.
+// A packed weight. Arrays are read-only, do not alias, and should start on a cache line (for
+// speed). Whole-row sums fit int32 up to k = 133,144 (test_wide_rows_accumulate_exactly).
 struct LinearWeight {
     WeightKind kind;
     Scheme scheme;
@@ -30,12 +31,12 @@ struct LinearWeight {
     int32_t k;           // input width
     int32_t n_padded;    // multiple of 16
     int32_t k_padded;    // multiple of 64; activations beyond k are zero
-    int32_t group;       // columns per group; k_padded for kInt8Row; unused for bf16
+    int32_t group;       // columns per group: 32, 64 or 128; k_padded for kInt8Row; unused for bf16
     int32_t num_groups;  // ceil(k / group)
     const void* codes;
     const void* scales;    // [n_padded/16][num_groups][16] f16 or f32; kInt8Row: f32 [n_padded]
     const void* minima;    // like scales, scheme kMin only
-    const uint8_t* zeros;  // [n_padded/16][num_groups][16], scheme kZeroPoint only
+    const uint8_t* zeros;  // [n_padded/16][num_groups][16], 0..127, scheme kZeroPoint only
     const float* bias;     // [n_padded] or null
 };
 
