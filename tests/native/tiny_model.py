@@ -67,7 +67,7 @@ class TinyPacked:
         aligned = np.empty(len(self._bytes) + 64, np.uint8)
         start = -aligned.ctypes.data % 64
         aligned[start : start + len(self._bytes)] = np.frombuffer(self._bytes, np.uint8)
-        return memoryview(aligned[start : start + len(self._bytes)]).toreadonly()
+        return aligned[start : start + len(self._bytes)].data.toreadonly()
 
     def append(self, array: NDArray[np.generic]) -> int:
         self._bytes.extend(bytes(-len(self._bytes) % 64))
@@ -102,24 +102,24 @@ class TinyPacked:
         )
 
 
-def random_weight(rng: np.random.Generator, format: WeightFormat, n: int, k: int) -> WeightTensor:
+def random_weight(rng: np.random.RandomState, format: WeightFormat, n: int, k: int) -> WeightTensor:
     """A weight whose rows have a norm near one, so that activations keep their size."""
     if format.bits == 16:
-        values = rng.standard_normal((n, k)) / np.sqrt(k)
+        values = rng.uniform(-1.7, 1.7, (n, k)) / np.sqrt(k)
         return WeightTensor(format, to_bf16(values.astype(np.float32)))
     groups = 1 if format.group_size is None else -(-k // format.group_size)
     spread = rng.uniform(0.5, 1.5, (n, groups)) / np.sqrt(k)
     dtype = np.float32 if format.group_size is None else np.float16
     if format.bits == 8:
-        codes8 = rng.integers(-127, 128, (n, k), dtype=np.int8)
+        codes8 = rng.randint(-127, 128, (n, k), dtype=np.int8)
         return WeightTensor(format, codes8, (spread / 73).astype(dtype))
     scales = (spread / 4.6).astype(dtype)
-    codes4 = rng.integers(0, 16, (n, k), dtype=np.uint8)
+    codes4 = rng.randint(0, 16, (n, k), dtype=np.uint8)
     minima = zeros = None
     if format.scheme is Scheme.MIN:
         minima = (scales * rng.uniform(-9, -6, scales.shape)).astype(dtype)
     if format.scheme is Scheme.ZP:
-        zeros = rng.integers(5, 11, scales.shape, dtype=np.uint8)
+        zeros = rng.randint(5, 11, scales.shape, dtype=np.uint8)
     return WeightTensor(format, codes4, scales, minima, zeros)
 
 
@@ -128,7 +128,7 @@ def make_model(
 ) -> tuple[TinyPacked, ReferenceModel]:
     """A random model in one weight format: packed, and as the reference."""
     spec = small_spec() if spec is None else spec
-    rng = np.random.default_rng(seed)
+    rng = np.random.RandomState(seed)  # its stream is frozen for ever, as golden hashes need
     format = WeightFormat.parse(format_name)
     table = format if format.bits == 16 else WeightFormat(8, 32)
 
@@ -136,7 +136,7 @@ def make_model(
         return rng.uniform(0.5, 1.5, n).astype(np.float32)
 
     def linear(n: int, k: int, has_bias: bool) -> ReferenceLinear:
-        bias = rng.standard_normal(n).astype(np.float32) * np.float32(0.1) if has_bias else None
+        bias = rng.uniform(-0.2, 0.2, n).astype(np.float32) if has_bias else None
         return ReferenceLinear(random_weight(rng, format, n, k), bias)
 
     hidden, ffn = spec.hidden_size, spec.ffn_size
@@ -203,6 +203,14 @@ class Runs:
         self.tables = order.reshape(num_requests, per_request).astype(np.int32)
         self.lengths = [0] * num_requests
 
+    def share(self, source: int, target: int, num_tokens: int) -> None:
+        """Let a fresh request read the first, full pages of another: a prefix-cache hit."""
+        assert num_tokens % 32 == 0, "only full pages are shared"
+        assert self.lengths[target] == 0, "the request has begun"
+        pages = num_tokens // 32
+        self.tables[target, :pages] = self.tables[source, :pages]
+        self.lengths[target] = num_tokens
+
     def step(self, parts: list[tuple[int, NDArray[np.int32]]]) -> NDArray[np.float32]:
         """Run (request, next tokens) of several requests in one step: logits of every row."""
         segments, row = [], 0
@@ -220,9 +228,19 @@ class Runs:
         return self.model.logits()
 
 
+def random_tokens(count: int, seed: int = 1, vocab: int = 53) -> NDArray[np.int32]:
+    """Token ids of a prompt."""
+    return np.random.RandomState(seed).randint(0, vocab, count).astype(np.int32)
+
+
 def logits_of(
-    packed: TinyPacked, tokens: NDArray[np.int32], **options: object
+    packed: TinyPacked,
+    tokens: NDArray[np.int32],
+    *,
+    kv: KVFormat = KVFormat.BF16,
+    threads: int = 1,
+    isa: str | None = None,
 ) -> NDArray[np.float32]:
     """Logits of every row of one prompt run whole."""
-    runs = Runs(packed, max_tokens=len(tokens), **options)  # type: ignore[arg-type]
+    runs = Runs(packed, max_tokens=len(tokens), kv=kv, threads=threads, isa=isa)
     return runs.step([(0, tokens)])
