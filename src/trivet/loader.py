@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from trivet.quant import PackedModel
 
 Progress = Callable[[str, int, int], None]
+_STEP_TIME_PAGES = 72  # hold 32 decodes at a context of 1024 that share their prefix
 _STEP_TIME_S = 1.5  # time spent on measuring step times, once per model and machine
 
 
@@ -89,7 +90,8 @@ class LoadedModel:
     def step_time(self, arena: Arena) -> StepTime:
         """The step-time model of this model on this machine: measured once, kept beside the cache.
 
-        arena  not in use by an engine; its pages are overwritten while measuring
+        arena  not in use by an engine; its pages are overwritten while measuring. One that is too
+               small for the loads of interest is left alone and another one made for the moment.
         """
         from trivet.engine import step_time
 
@@ -102,6 +104,8 @@ class LoadedModel:
             known = None  # not ours or damaged: measured again
         if known is not None:
             return known
+        if arena.num_pages < _STEP_TIME_PAGES:
+            arena = self.new_arena(_STEP_TIME_PAGES)
         measured = step_time.measure(self.runner, arena, time.perf_counter, budget_s=_STEP_TIME_S)
         fitted = step_time.fit(measured, key)
         with contextlib.suppress(OSError):  # a read-only cache: measured again next time

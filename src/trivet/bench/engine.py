@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trivet.bench.ceiling import decode_mbu, nominal_peak_ops, prefill_mfu
+from trivet.bench.machine import describe_machine
 from trivet.bench.process import EngineProcess
 from trivet.bench.session import ROWS_CONTEXT, BatchJob
 from trivet.config import MemoryConfig, ModelConfig
@@ -186,6 +187,9 @@ def _summary(
         "prompt_tokens": mean_prompt,
         "output_tokens": bench.output_tokens,
         "num_prompts": len(prompts),
+        "temperature": bench.temperature,
+        "seed": bench.seed,
+        "machine": describe_machine(),
         "stream_bandwidth_bytes_s": _median(list(bandwidths)),
         "nominal_peak_ops_s": peak,
         "spread": {name: _spread([run[name] for run in runs]) for name in _SPEEDS},

@@ -44,9 +44,9 @@ from trivet.recipe import Recipe
 RUNGS = ("bf16", "w8a8", "w4", "int8-kv", "ngram", "chunked-prefill")
 GATES = ("fast", "full", "off")
 PREFILL_CHUNK = 128
-_QUALITY_SHARE = 0.3  # of the budget goes to quality
+_QUALITY_SHARE = 0.35  # of the budget goes to quality
 _LEAST_TOKENS, _MOST_TOKENS = 128, 4096  # scored of each corpus when the budget decides
-_PASSES_OF_A_PAIR = 2.5  # what comparing a model with the baseline costs, in passes of one model
+_PASSES_OF_A_PAIR = 2.0  # what comparing a model with the baseline costs, in passes of one model
 _PLANNED_SHARE = 0.92  # the rest is for starts that take longer than expected
 _MIN_ROUNDS, _MAX_ROUNDS = 2, 5
 _LEAST_MIXED_S = 4.0  # of one run of the mixed load

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -54,6 +55,8 @@ app.add_typer(bench.app, name="bench")
 
 def run(words: Sequence[str]) -> int:
     """Run ``words`` as a command line; returns the exit code. No words ask for help."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # text of a model on a terminal that lacks letters
     try:
         result = app(args=list(words) or ["--help"], prog_name="trivet", standalone_mode=False)
         sys.stdout.flush()
@@ -75,6 +78,9 @@ def run(words: Sequence[str]) -> int:
         return _fail(error.message if field in error.message else f"{field}: {error}", 2)
     except TrivetError as error:
         return _fail(str(error), 2)
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{place}{error.strerror or error}", 2)
     except MemoryError:
         return _fail("out of memory: try a smaller --max-model-len, --max-num-seqs or --kv int8", 1)
     return result if isinstance(result, int) else 0

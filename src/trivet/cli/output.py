@@ -65,7 +65,7 @@ class Output:
     def result(self, value: Mapping[str, Any]) -> None:
         """With ``--json``: print the object as the last line of standard output."""
         if self.as_json:
-            print(json.dumps(plain(value), ensure_ascii=False, allow_nan=False), flush=True)
+            print(json.dumps(plain(value), allow_nan=False), flush=True)
 
     @contextlib.contextmanager
     def progress(self, label: str, total: float, *, at_once: bool = False) -> Iterator[Bar]:
