@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from native.bits import assert_bits_equal
 from native.linear_cases import FORMATS, LEVELS, case_id, extreme_weight, random_rows, random_weight
 from trivet.native import linear_kernels as kernels
 from trivet.native import reference_linear as reference
@@ -17,18 +18,6 @@ from trivet.native.weights import WeightTensor, dequantize
 # Channels not a multiple of 16, columns not a multiple of 64, a short last group of every size.
 SHAPES = [(1, 32), (16, 64), (37, 100), (50, 576)]
 ROWS = [0, 1, 2, 3, 5, 16, 17, 33]
-
-
-def _assert_bits_equal(got: NDArray[np.float32], want: NDArray[np.float32]) -> None:
-    """Equal bit for bit, the payload of a NaN aside."""
-    __tracebackhide__ = True
-    same = (got.view(np.uint32) == want.view(np.uint32)) | (np.isnan(got) & np.isnan(want))
-    if not same.all():
-        row, column = np.argwhere(~same)[0]
-        raise AssertionError(
-            f"{(~same).sum()} of {same.size} differ; first at [{row}, {column}]: "
-            f"{got[row, column]!r} != {want[row, column]!r}"
-        )
 
 
 def _run(level: str, weight: WeightTensor, x: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -48,7 +37,7 @@ def test_every_level_equals_the_reference(
     want = reference.linear(x, weight)
     for rows in ROWS:
         got = kernels.linear(level, packed, kernels.quantize(level, x[:rows], packed.layout))
-        _assert_bits_equal(got, reference.linear(x[:rows], weight) if rows == 0 else want[:rows])
+        assert_bits_equal(got, reference.linear(x[:rows], weight) if rows == 0 else want[:rows])
 
 
 @pytest.mark.parametrize("level", [level for level in LEVELS if level != "generic"])
@@ -65,7 +54,7 @@ def test_any_shape_equals_the_generic_level(
 ) -> None:
     weight = random_weight(case[0], n, k, case[1], seed)
     x = random_rows(rows, k, seed)
-    _assert_bits_equal(_run(level, weight, x), _run("generic", weight, x))
+    assert_bits_equal(_run(level, weight, x), _run("generic", weight, x))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -79,8 +68,8 @@ def test_many_rows_equal_each_row_alone(level: str, name: str, scale_dtype: type
         alone = kernels.linear(
             level, packed, kernels.quantize(level, x[row : row + 1], packed.layout)
         )
-        _assert_bits_equal(alone, together[row : row + 1])
-    _assert_bits_equal(together, _run("generic", weight, x))
+        assert_bits_equal(alone, together[row : row + 1])
+    assert_bits_equal(together, _run("generic", weight, x))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -93,7 +82,7 @@ def test_block_ranges_give_the_same_bits(level: str, name: str) -> None:
     parts = np.full_like(whole, -7.0)
     for begin, end in ((3, 7), (0, 1), (1, 1), (1, 3)):
         kernels.linear(level, packed, x, out=parts, blocks=(begin, end))
-    _assert_bits_equal(parts, whole)
+    assert_bits_equal(parts, whole)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -108,9 +97,9 @@ def test_bias_and_residual_are_one_add_each(level: str, name: str, rows: int) ->
     residual = rng.standard_normal((rows, 45)).astype(np.float32)
     quantized = kernels.quantize(level, x, packed.layout)
     got = kernels.linear(level, packed, quantized, bias=bias, out=residual.copy(), accumulate=True)
-    _assert_bits_equal(got, reference.linear(x, weight, bias, residual))
+    assert_bits_equal(got, reference.linear(x, weight, bias, residual))
     got = kernels.linear(level, packed, quantized, bias=bias)
-    _assert_bits_equal(got, reference.linear(x, weight, bias))
+    assert_bits_equal(got, reference.linear(x, weight, bias))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -133,9 +122,9 @@ def test_extreme_codes_do_not_saturate(level: str, name: str, scale_dtype: type)
         x = np.ones((rows, k), np.float32)
         x[::2] = -1.0
         x[:, ::3] *= -1.0
-        _assert_bits_equal(_run(level, weight, x), reference.linear(x, weight))
+        assert_bits_equal(_run(level, weight, x), reference.linear(x, weight))
         x = np.full((rows, k), 3.0, np.float32)
-        _assert_bits_equal(_run(level, weight, x), reference.linear(x, weight))
+        assert_bits_equal(_run(level, weight, x), reference.linear(x, weight))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -146,9 +135,9 @@ def test_nan_and_infinity_stay_in_their_row(level: str, name: str) -> None:
     clean = _run(level, weight, x)
     x[1, 5], x[3, 100], x[4, 191] = np.nan, np.inf, -np.inf
     got = _run(level, weight, x)
-    _assert_bits_equal(got, reference.linear(x, weight))
+    assert_bits_equal(got, reference.linear(x, weight))
     assert not np.isfinite(got[[1, 3, 4]]).any()
-    _assert_bits_equal(got[[0, 2, 5]], clean[[0, 2, 5]])
+    assert_bits_equal(got[[0, 2, 5]], clean[[0, 2, 5]])
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -158,7 +147,7 @@ def test_subnormal_numbers_count_as_zero(level: str) -> None:
         weight = random_weight(name, 20, 96)
         for magnitude in (1e-39, 1e-37, 1e-36, 1e-30, 1e-20):
             x = (rng.standard_normal((3, 96)) * magnitude).astype(np.float32)
-            _assert_bits_equal(_run(level, weight, x), reference.linear(x, weight))
+            assert_bits_equal(_run(level, weight, x), reference.linear(x, weight))
 
 
 @pytest.mark.parametrize(("name", "scale_dtype"), FORMATS, ids=case_id)
@@ -197,5 +186,5 @@ def test_wide_rows_accumulate_exactly() -> None:
         got = kernels.linear(level, packed, codes)
         assert weight.scales is not None
         want = np.float32(127 * 127 * k) * weight.scales[:, 0] * [1, -1, 1]
-        _assert_bits_equal(got, np.broadcast_to(want.astype(np.float32), got.shape).copy())
+        assert_bits_equal(got, np.broadcast_to(want.astype(np.float32), got.shape).copy())
     assert x.shape == (2, k)
