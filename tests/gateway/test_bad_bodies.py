@@ -296,7 +296,8 @@ def test_null_means_absent(http: httpx.Client) -> None:
     ]
     body: dict[str, Any] = {**dict.fromkeys(names), "prompt": "hello"}
     answer = http.post(TEXT, json=body).json()
-    assert answer["usage"]["completion_tokens"] == 16
+    count, reason = answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]
+    assert count == 16 if reason == "length" else count <= 16
     message: dict[str, Any] = {
         "role": "user",
         "content": "x",
@@ -307,4 +308,5 @@ def test_null_means_absent(http: httpx.Client) -> None:
     }
     chat_names = [name for name in names if name not in ("suffix", "best_of", "echo")]
     body = {**dict.fromkeys(chat_names), "messages": [message], "max_completion_tokens": 3}
-    assert http.post(CHAT, json=body).json()["usage"]["completion_tokens"] == 3
+    answer = http.post(CHAT, json={**body, "seed": 1}).json()
+    assert answer["usage"]["completion_tokens"] == 3

@@ -240,5 +240,5 @@ def test_path_header(http: httpx.Client) -> None:
 
 
 def test_logprobs_zero_gives_only_the_token(http: httpx.Client) -> None:
-    [choice] = post(http, prompt="k", max_tokens=3, logprobs=0)["choices"]
+    [choice] = post(http, prompt="k", max_tokens=3, logprobs=0, seed=1)["choices"]
     assert [len(top) for top in choice["logprobs"]["top_logprobs"]] == [1, 1, 1]

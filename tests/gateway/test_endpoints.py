@@ -76,7 +76,7 @@ def test_cors(http: httpx.Client) -> None:
 
 
 def test_metrics(http: httpx.Client) -> None:
-    http.post("/v1/completions", json={"prompt": "measure", "max_tokens": 4})
+    http.post("/v1/completions", json={"prompt": "measure", "max_tokens": 4, "seed": 1})
     text = http.get("/metrics").text
     values = {
         line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
@@ -149,7 +149,8 @@ def test_body_limit(is_chunked: bool) -> None:
 def test_two_workers_share_the_load() -> None:
     with toy_server(workers="mixed:2") as server, httpx.Client(base_url=server.url) as client:
         answer = client.post(
-            "/v1/completions", json={"prompt": ["a", "b", "c", "d"], "max_tokens": 20, "n": 2}
+            "/v1/completions",
+            json={"prompt": ["a", "b", "c", "d"], "max_tokens": 20, "n": 2, "seed": 1},
         ).json()
         assert len(answer["choices"]) == 8
         text = client.get("/metrics").text

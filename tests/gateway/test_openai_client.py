@@ -90,6 +90,7 @@ def test_include_usage(client: openai.OpenAI) -> None:
         model="toy",
         messages=[{"role": "user", "content": "x"}],
         max_tokens=6,
+        seed=1,
         stream=True,
         stream_options={"include_usage": True},
     ) as stream:
