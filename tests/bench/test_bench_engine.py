@@ -10,7 +10,7 @@ import pytest
 from trivet.bench.engine import EngineBench, bench_engine
 from trivet.bench.process import EngineProcess
 from trivet.config import KVFormat, ModelConfig
-from trivet.errors import CheckpointError, ConfigError
+from trivet.errors import CheckpointError, ConfigError, EngineError, TrivetError
 
 KEYS = {
     "decode_tok_s", "prefill_tok_s", "ttft_s", "tpot_s", "out_tok_s", "peak_rss_bytes",
@@ -82,13 +82,21 @@ def test_settings_out_of_range_are_refused(field: str, settings: dict[str, int])
         EngineBench(**settings)  # type: ignore[arg-type]
 
 
-def test_errors_of_the_measured_process_come_back(tiny_model: Path) -> None:
+def test_errors_of_the_measured_process_come_back(tiny_model: Path, tmp_path: Path) -> None:
+    job = {"prompts": [[1, 2, 3]], "batch": 1, "output_tokens": 2}
     with EngineProcess(_config(tiny_model)) as process:
-        with pytest.raises(ConfigError, match="prompt_tokens: 0 is not allowed"):
-            process.call("natural_prompts", count=1, num_tokens=0)
-        with pytest.raises(CheckpointError, match="cannot be read"):
-            process.call("file_prompts", path="absent.jsonl")
-        assert len(process.call("natural_prompts", count=2, num_tokens=5)) == 2
+        with pytest.raises(ConfigError, match="1003 is not allowed; allowed: up to 512"):
+            process.call("batch", job={**job, "output_tokens": 1000})
+        with pytest.raises(TrivetError, match="vocabulary"):
+            process.call("batch", job={**job, "prompts": [[1, 99_999]]})
+        assert len(process.call("batch", job=job)["token_ids"][0]) == 2
+    with pytest.raises(CheckpointError, match="absent"):
+        EngineProcess(_config(tmp_path / "absent"))
+
+
+def test_a_measured_process_that_dies_is_reported(tiny_model: Path) -> None:
+    with EngineProcess(_config(tiny_model)) as process, pytest.raises(EngineError, match="ended"):
+        process.call("no such call")
 
 
 def test_what_does_not_fit_the_context_is_refused(tiny_model: Path) -> None:

@@ -25,8 +25,6 @@ def _calls(session: Any) -> dict[str, Callable[..., Any]]:
     from trivet.bench.session import BatchJob
 
     return {
-        "natural_prompts": session.natural_prompts,
-        "file_prompts": session.file_prompts,
         "warm_up": lambda job: session.warm_up(BatchJob(**job)),
         "batch": lambda job: session.batch(BatchJob(**job)),
         "compare_draft": lambda job, off_first: session.compare_draft(BatchJob(**job), off_first),
@@ -34,7 +32,6 @@ def _calls(session: Any) -> dict[str, Callable[..., Any]]:
         "step_rows": lambda rows, **rest: [
             [count, seconds] for count, seconds in session.step_rows(rows, **rest).items()
         ],
-        "bandwidth": session.bandwidth,
     }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from trivet.bench.ceiling import decode_mbu, nominal_peak_ops, prefill_mfu
 from trivet.bench.machine import describe_machine
 from trivet.bench.process import EngineProcess
+from trivet.bench.prompts import ChatEncoder, NaturalText, read_prompts
 from trivet.bench.session import ROWS_CONTEXT, BatchJob
 from trivet.config import MemoryConfig, ModelConfig
 from trivet.errors import ConfigError
@@ -69,24 +70,19 @@ def bench_engine(
     The packed cache is made first when there is none, so that every start measured is a cached one.
     progress  called with the share of the work just done
     """
-    load_model(config, loading)
+    prompts = _prompts(bench, load_model(config, loading).tokenizer)
     advance = progress or (lambda _: None)
     starts = min(bench.repeat, _MAX_STARTS)
     total = 1 + bench.repeat + (starts - 1) + (1 if bench.rows or bench.draft != "off" else 0)
     with EngineProcess(config) as process:
         facts = process.facts
-        prompts = (
-            process.call("file_prompts", path=bench.prompts_file)
-            if bench.prompts_file is not None
-            else process.call("natural_prompts", count=bench.batch, num_tokens=bench.prompt_tokens)
-        )
         job = _job(bench, prompts)
         process.call("warm_up", job=dataclasses.asdict(job))
         advance(1 / total)
         runs: list[dict[str, Any]] = []
         bandwidths: list[float] = []
         for index in range(bench.repeat):
-            bandwidths.append(process.call("bandwidth"))
+            bandwidths.append(_bandwidth(facts))
             runs.append(_run(process, job, index))
             advance(1 / total)
         result = _summary(bench, facts, prompts, runs, bandwidths)
@@ -104,6 +100,20 @@ def bench_engine(
     result["start_s"] = statistics.median(start_times)
     result["spread"]["start_s"] = [min(start_times), max(start_times)]
     return result
+
+
+def _prompts(bench: EngineBench, tokenizer: ChatEncoder) -> list[list[int]]:
+    """Made here and not in the measured process, whose memory and start they would spoil."""
+    if bench.prompts_file is not None:
+        return read_prompts(bench.prompts_file, tokenizer)
+    return NaturalText(tokenizer).prompts(bench.batch, bench.prompt_tokens)
+
+
+def _bandwidth(facts: Mapping[str, Any]) -> float:
+    """Bytes per second of a plain read of as many bytes as a step's weights, same threads."""
+    from trivet import native
+
+    return native.stream_bandwidth(facts["step_bytes"], facts["threads"])
 
 
 def _job(bench: EngineBench, prompts: list[list[int]]) -> BatchJob:
@@ -237,9 +247,9 @@ def _row_ratios(
     process: EngineProcess, rows: Sequence[int], facts: Mapping[str, Any]
 ) -> dict[str, float]:
     """Seconds of n rows over the smaller of the one-row time and the time to read the bytes."""
-    before = process.call("bandwidth")
+    before = _bandwidth(facts)
     seconds = dict(process.call("step_rows", rows=sorted({1, *rows})))
-    bandwidth = statistics.fmean([before, process.call("bandwidth")])
+    bandwidth = statistics.fmean([before, _bandwidth(facts)])
     moved = facts["step_bytes"] + ROWS_CONTEXT * facts["kv_bytes_per_token"]
     floor = min(seconds[1], moved / bandwidth)
     return {str(count): seconds[count] / floor for count in rows}

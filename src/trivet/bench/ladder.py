@@ -24,6 +24,7 @@ from typing import Any
 from trivet.bench.machine import describe_machine
 from trivet.bench.measure import MixedLoad
 from trivet.bench.process import EngineProcess
+from trivet.bench.prompts import NaturalText
 from trivet.bench.session import BatchJob
 from trivet.config import ModelConfig
 from trivet.errors import ConfigError
@@ -237,7 +238,9 @@ class _Climb:
         self._started = time.monotonic()
         self._advance("baseline")
         process = self._process(self._base)
-        self._speeds = _calibrate(process)
+        assert self._base_model is not None
+        self._text = NaturalText(self._base_model.tokenizer)
+        self._speeds = _calibrate(process, self._text)
         self._workload = self._make_workload(process)
         self._prepare_corpora()
         rungs: list[Rung] = []
@@ -331,8 +334,8 @@ class _Climb:
         else:
             single_in = batch_in = max(1, room // 2)
             single_out = batch_out = max(1, room - single_in)
-        singles = process.call("natural_prompts", count=2, num_tokens=single_in)
-        many = process.call("natural_prompts", count=batch, num_tokens=batch_in, salt=1)
+        singles = self._text.prompts(2, single_in)
+        many = self._text.prompts(batch, batch_in, salt=1)
         return Workload(
             [BatchJob(prompts=[one], batch=1, output_tokens=single_out) for one in singles],
             BatchJob(prompts=many, batch=batch, output_tokens=batch_out),
@@ -517,6 +520,8 @@ class _Climb:
             duration_s=duration,
             chat_output_tokens=max(1, min(32, room - chat_tokens)),
         )
+        chats = self._text.prompts(16, chat_tokens, salt=2)
+        longs = self._text.prompts(8, long_tokens, salt=3)
         rounds: list[dict[str, dict[str, Any]]] = []
         while len(rounds) < _MAX_ROUNDS:
             one: dict[str, dict[str, Any]] = {}
@@ -526,8 +531,8 @@ class _Climb:
                 one[label] = process.call(
                     "mixed",
                     load=dataclasses.asdict(load),
-                    chat_tokens=chat_tokens,
-                    long_tokens=long_tokens,
+                    chats=chats,
+                    longs=longs,
                     max_prefill_chunk=chunk,
                 )
             rounds.append(one)
@@ -660,10 +665,10 @@ class _Speeds:
     tpot_s: float
 
 
-def _calibrate(process: EngineProcess) -> _Speeds:
+def _calibrate(process: EngineProcess, text: NaturalText) -> _Speeds:
     room = process.facts["max_positions"]
     num_tokens = max(1, min(64, room - 8))
-    prompts = process.call("natural_prompts", count=1, num_tokens=num_tokens)
+    prompts = text.prompts(1, num_tokens)
     job = BatchJob(prompts=prompts, batch=1, output_tokens=max(1, min(8, room - num_tokens)))
     process.call("warm_up", job=dataclasses.asdict(job))
     run = process.call("batch", job=dataclasses.asdict(job))

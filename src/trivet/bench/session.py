@@ -24,7 +24,6 @@ from trivet.bench.measure import (
     run_batch,
     run_mixed,
 )
-from trivet.bench.prompts import NaturalText, read_prompts
 from trivet.config import PAGE_TOKENS, EngineConfig, KVFormat, MemoryConfig, ModelConfig
 from trivet.engine import pages_needed
 from trivet.errors import ConfigError
@@ -70,8 +69,9 @@ class Session:
     def __init__(self, config: ModelConfig) -> None:
         self.model: LoadedModel = load_model(config)
         self._arena: Arena | None = None
-        self._text: NaturalText | None = None
-        # A step through the whole model: ready means that the next request is served at once.
+        # Ready means that the next request is served at once: the tokenizer is there, and a step
+        # has gone through the whole model.
+        _ = self.model.tokenizer
         self.step_rows([1], rounds=1)
 
     def describe(self) -> dict[str, Any]:
@@ -90,16 +90,6 @@ class Session:
             "step_bytes": step_bytes(self.model),
             "numerics_id": self.model.runner.numerics_id,
         }
-
-    def natural_prompts(self, count: int, num_tokens: int, salt: int = 0) -> list[list[int]]:
-        """Distinct prompts of the built-in corpora."""
-        if self._text is None:
-            self._text = NaturalText(self.model.tokenizer)
-        return self._text.prompts(count, num_tokens, salt=salt)
-
-    def file_prompts(self, path: str) -> list[list[int]]:
-        """Prompts of a JSONL file."""
-        return read_prompts(Path(path), self.model.tokenizer)
 
     def run(self, job: BatchJob) -> tuple[BatchRun, str]:
         """Run a batch on a fresh engine; returns the run and the drafter's name."""
@@ -166,12 +156,17 @@ class Session:
         }
 
     def mixed(
-        self, load: MixedLoad, chat_tokens: int, long_tokens: int, max_prefill_chunk: int | None
+        self,
+        load: MixedLoad,
+        chats: Sequence[Sequence[int]],
+        longs: Sequence[Sequence[int]],
+        max_prefill_chunk: int | None,
     ) -> dict[str, Any]:
-        """Run the mixed load with one setting of chunked prefill."""
-        chats = self.natural_prompts(16, chat_tokens, salt=1)
-        longs = self.natural_prompts(8, long_tokens, salt=2)
-        longest = max(chat_tokens + load.chat_output_tokens, long_tokens + load.long_output_tokens)
+        """Run the mixed load with one setting of chunked prefill; chats and longs are token ids."""
+        long_tokens = max(map(len, longs))
+        longest = max(
+            max(map(len, chats)) + load.chat_output_tokens, long_tokens + load.long_output_tokens
+        )
         config = EngineConfig(
             max_model_len=self._checked_length(longest),
             num_pages=pages_needed(longest) * (load.streams + 4),
@@ -215,12 +210,6 @@ class Session:
                 runner.forward(step, arena)
                 times[count].append(time.perf_counter() - begin)
         return {count: statistics.median(values) for count, values in times.items()}
-
-    def bandwidth(self) -> float:
-        """Bytes per second of a plain read of as many bytes as a step's weights, same threads."""
-        from trivet import native
-
-        return native.stream_bandwidth(step_bytes(self.model), self.model.threads)
 
     def _checked_length(self, length: int) -> int:
         limit = self.model.config.max_model_len or self.model.runner.max_positions
