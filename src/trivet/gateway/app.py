@@ -88,6 +88,7 @@ class Gateway:
 
     @property
     def is_ready(self) -> bool:
+        """Whether /health is 200."""
         return (
             self.front is not None
             and self.pool is not None

@@ -117,6 +117,7 @@ class Choice:
 
     @property
     def is_ended(self) -> bool:
+        """Whether the terminal event, or the stop string, has come."""
         return self.finish_reason is not None or self.error is not None
 
     def accept(self, event: Event) -> int:
@@ -243,6 +244,7 @@ class Generation:
                 choice.backend.finish(event.request_id, choice.output_len)
 
     def wake(self) -> None:
+        """The events of one frame are delivered."""
         self._wakeup.set()
 
     def disconnect(self) -> None:

@@ -220,9 +220,11 @@ class Metrics:
         self._n.observe(num_choices)
 
     def rejected(self) -> None:
+        """A call was refused because the queue was full."""
         self._rejections.labels(self._model).inc()
 
     def responded(self, status: int) -> None:
+        """An HTTP response began."""
         self._http.labels(str(status)).inc()
 
     def tokens(self, choice: Choice, now: float, num_tokens: int) -> None:
@@ -233,6 +235,7 @@ class Metrics:
             self._itl.observe(now - choice.last_token_at)
 
     def ended(self, choice: Choice, now: float, reason: str) -> None:
+        """A request ended, as the client sees it."""
         engine = _engine(choice.backend) if isinstance(choice.backend, WorkerHandle) else "0"
         self._success.labels(self._model, engine, reason).inc()
         self._e2e.observe(now - choice.arrived)

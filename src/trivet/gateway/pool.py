@@ -159,6 +159,7 @@ class WorkerHandle:
         _, self._link = await loop.create_unix_connection(lambda: _Link(self), sock=ours)
 
     def start(self, config: WorkerConfig) -> None:
+        """Tell the process what to load."""
         self._send([Start(config)])
 
     def submit(self, request: Request, receiver: Receiver) -> None:
@@ -334,9 +335,11 @@ class WorkerPool:
 
     @property
     def is_ready(self) -> bool:
+        """Whether any worker takes requests."""
         return any(worker.state == "ready" for worker in self.workers)
 
     def first_ready(self) -> Ready | None:
+        """What the first live worker said of itself; None without one."""
         return next((w.ready for w in self.workers if w.ready is not None), None)
 
     async def wait_ready(self) -> None:

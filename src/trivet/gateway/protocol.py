@@ -133,12 +133,15 @@ class GenerationBody(Body):
         return [self.stop] if isinstance(self.stop, str) else list(self.stop)
 
     def num_choices(self) -> int:
+        """How many choices each prompt gets."""
         return self.n or 1
 
     def include_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream carries the usage so far."""
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def logprobs_wanted(self) -> int | None:

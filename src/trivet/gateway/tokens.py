@@ -44,6 +44,7 @@ class TokenNames:
         self._names: dict[int, str] = {}
 
     def name(self, token_id: int) -> str:
+        """The name of a token."""
         name = self._names.get(token_id)
         if name is None:
             data = self._tokenizer.token_bytes(token_id)
@@ -55,6 +56,7 @@ class TokenNames:
         return name
 
     def bytes_of(self, token_id: int) -> list[int]:
+        """The bytes of a token, as the chat API lists them."""
         return list(self._tokenizer.token_bytes(token_id))
 
 

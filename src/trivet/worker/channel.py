@@ -83,4 +83,5 @@ class Channel:
             self._flush()
 
     def close(self) -> None:
+        """Close the socket."""
         self._socket.close()
