@@ -6,19 +6,29 @@
 namespace trivet::avx2 {
 namespace {
 
-// Even and odd elements of 8 pairs as float32.
-inline void load_pairs(const uint16_t* b, __m256& even, __m256& odd) {
+// Even, or odd, elements of 8 pairs as float32. Apart, because both at once take too many
+// registers.
+inline __m256 load_even(const uint16_t* b) {
     const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b));
-    even = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
-    odd = _mm256_castsi256_ps(
+    return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
+}
+
+inline __m256 load_odd(const uint16_t* b) {
+    const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b));
+    return _mm256_castsi256_ps(
         _mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 
-inline void load_pairs(const int8_t* b, __m256& even, __m256& odd) {
-    const __m256i pairs =
-        _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(b)));
-    even = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(pairs, 16), 16));
-    odd = _mm256_cvtepi32_ps(_mm256_srai_epi32(pairs, 16));
+inline __m256i load_codes(const int8_t* b) {
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(b)));
+}
+
+inline __m256 load_even(const int8_t* b) {
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(load_codes(b), 16), 16));
+}
+
+inline __m256 load_odd(const int8_t* b) {
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(load_codes(b), 16));
 }
 
 // 8 * kWide lanes of kQ vectors: up to 12 chains in registers.
@@ -32,18 +42,20 @@ inline void product_tile(const float* a, int32_t a_stride, const T* b, int32_t l
             for (int w = 0; w < kWide; ++w) even[q][w] = odd[q][w] = _mm256_setzero_ps();
         }
         for (int32_t i = begin; i < end; ++i) {
-            __m256 b_even[kWide], b_odd[kWide];
-            for (int w = 0; w < kWide; ++w) {
-                load_pairs(b + (i * lanes + 8 * w) * 2, b_even[w], b_odd[w]);
-            }
+            const T* pairs_of = b + i * lanes * 2;
+            __m256 keys[kWide];
+            for (int w = 0; w < kWide; ++w) keys[w] = load_even(pairs_of + 16 * w);
             for (int q = 0; q < kQ; ++q) {
                 const __m256 x = _mm256_broadcast_ss(a + q * a_stride + 2 * i);
                 for (int w = 0; w < kWide; ++w) {
-                    even[q][w] = _mm256_fmadd_ps(x, b_even[w], even[q][w]);
+                    even[q][w] = _mm256_fmadd_ps(x, keys[w], even[q][w]);
                 }
-                const __m256 y = _mm256_broadcast_ss(a + q * a_stride + 2 * i + 1);
+            }
+            for (int w = 0; w < kWide; ++w) keys[w] = load_odd(pairs_of + 16 * w);
+            for (int q = 0; q < kQ; ++q) {
+                const __m256 x = _mm256_broadcast_ss(a + q * a_stride + 2 * i + 1);
                 for (int w = 0; w < kWide; ++w) {
-                    odd[q][w] = _mm256_fmadd_ps(y, b_odd[w], odd[q][w]);
+                    odd[q][w] = _mm256_fmadd_ps(x, keys[w], odd[q][w]);
                 }
             }
         }

@@ -78,6 +78,21 @@ void last_pages(const SpanTask& task, int32_t first_page, const float* p, T* mas
     }
 }
 
+// A page's part as bf16: int8 codes are widened to `wide`, once for all query vectors.
+inline const uint16_t* bf16_codes(const uint16_t* codes, int32_t, uint16_t*) { return codes; }
+
+inline const uint16_t* bf16_codes(const int8_t* codes, int32_t count, uint16_t* wide) {
+    for (int32_t i = 0; i < count; ++i) {
+        wide[i] = static_cast<uint16_t>(float_bits(static_cast<float>(codes[i])) >> 16);
+    }
+    return wide;
+}
+
+// The keys of one decoding request are read once and come from memory: ask for them ahead of use.
+inline void prefetch(const void* data, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(data) + i);
+}
+
 template <typename Isa, typename T>
 void span_of(const SpanTask& task) {
     const int32_t dim = task.head_dim, group = task.group, num_q = task.num_rows * group;
@@ -92,12 +107,23 @@ void span_of(const SpanTask& task) {
     float* t = q + num_q * dim;                               // [256]
     float* v_scale = t + kSpanTokens;                         // [256]
     T* masked = reinterpret_cast<T*>(v_scale + kSpanTokens);  // [16][dim][2]
+    uint16_t* wide = reinterpret_cast<uint16_t*>(masked) + kPageTokens * dim;  // [32 * dim]
+    const bool widens = kScaled && num_q > 4;
 
     for (int32_t i = 0; i < num_q * dim; ++i) q[i] = from_bf16(task.q[i]);
     for (int32_t p = 0; p < num_pages; ++p) {
         const T* k = reinterpret_cast<const T*>(task.pages[p]);
-        Isa::product(num_q, q, dim, k, kPageTokens, dim / 2, scores + p * kPageTokens, kSpanTokens,
-                     false);
+        float* target = scores + p * kPageTokens;
+        if (task.num_rows == 1) {
+            prefetch(task.pages[p] + block.v, block.bytes - block.v);
+            if (p + 1 < num_pages) prefetch(task.pages[p + 1], block.v);
+        }
+        if (widens) {
+            Isa::product(num_q, q, dim, bf16_codes(k, kPageTokens * dim, wide), kPageTokens,
+                         dim / 2, target, kSpanTokens, false);
+        } else {
+            Isa::product(num_q, q, dim, k, kPageTokens, dim / 2, target, kSpanTokens, false);
+        }
         if constexpr (kScaled) {
             const float* k_scale = reinterpret_cast<const float*>(task.pages[p] + block.k_scale);
             for (int32_t j = 0; j < kPageTokens; ++j) {
@@ -115,8 +141,13 @@ void span_of(const SpanTask& task) {
     const int32_t whole_pages = task.valid[0] / kPageTokens;
     for (int32_t p = 0; p < whole_pages; ++p) {
         const T* v = reinterpret_cast<const T*>(task.pages[p] + block.v);
-        Isa::product(num_q, scores + p * kPageTokens, kSpanTokens, v, dim, kPageTokens / 2, task.o,
-                     dim, p > 0);
+        const float* codes = scores + p * kPageTokens;
+        if (widens) {
+            Isa::product(num_q, codes, kSpanTokens, bf16_codes(v, kPageTokens * dim, wide), dim,
+                         kPageTokens / 2, task.o, dim, p > 0);
+        } else {
+            Isa::product(num_q, codes, kSpanTokens, v, dim, kPageTokens / 2, task.o, dim, p > 0);
+        }
     }
     last_pages<Isa>(task, whole_pages, scores, masked);
     Isa::settle(task.o, num_q * dim);
