@@ -11,7 +11,7 @@ import codecs
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from support.toy_runner import ToyArena, ToyRunner
@@ -113,7 +113,8 @@ class ToyTokenizer:
         return text + ("assistant:" if add_generation_prompt else "")
 
 
-def load_front(config: ServerConfig) -> ModelFront:
+def load_front(config: ServerConfig, on_packed: Callable[[], None]) -> ModelFront:
+    on_packed()
     return ModelFront(ToyTokenizer(), {"eos_token": "<eos>", "bos_token": "<bos>"})
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 
 from trivet.config import ServerConfig
 from trivet.gateway.app import ModelFront
@@ -28,9 +29,13 @@ class _Progress:
             print(f"{what}: {100 * done // max(1, total)} %", file=sys.stderr, flush=True)
 
 
-def load_front(config: ServerConfig) -> ModelFront:
-    """Raises CheckpointError or ConfigError: the model cannot be used."""
+def load_front(config: ServerConfig, on_packed: Callable[[], None]) -> ModelFront:
+    """The tokenizer of a model; ``on_packed`` is called as soon as workers can map its weights.
+
+    Raises CheckpointError or ConfigError: the model cannot be used.
+    """
     packed = load_packed(config.model.model, config.model.weights, progress=_Progress())
+    on_packed()
     tokenizer = packed.tokenizer()
     special = dict(tokenizer.data.special_tokens)
     for name, token_id in (

@@ -308,14 +308,16 @@ def _refuse(waiters: list[asyncio.Future[_T]], message: str) -> None:
 
 
 class WorkerPool:
-    """All workers of one gateway and their restarts.
+    """All workers of one gateway and their restarts. They are spawned at once and load after `start`.
 
+    config   what each of them loads
     factory  ``module:function``, called in the worker: WorkerConfig -> LoadedEngine
     """
 
     def __init__(
         self,
         num_workers: int,
+        config: WorkerConfig,
         factory: str,
         observer: PoolObserver,
         silence_limit_s: float = SILENCE_LIMIT_S,
@@ -326,12 +328,13 @@ class WorkerPool:
         self.failure: LoadFailed | None = None  # the first start failed: give up
         self.is_stopping = False
         self._has_started = False
-        self._config: asyncio.Future[WorkerConfig] = asyncio.get_running_loop().create_future()
+        self._config = config
+        self._may_load = asyncio.Event()
         self._tasks = [asyncio.ensure_future(self._supervise(worker)) for worker in self.workers]
 
-    def start(self, config: WorkerConfig) -> None:
-        """Tell the spawned workers what to load."""
-        self._config.set_result(config)
+    def start(self) -> None:
+        """Let the spawned workers load: their weights are packed."""
+        self._may_load.set()
 
     @property
     def is_ready(self) -> bool:
@@ -359,7 +362,8 @@ class WorkerPool:
         pause = _RESTART_PAUSE_S
         while True:
             await worker.spawn(self._factory)
-            worker.start(await asyncio.shield(self._config))
+            await self._may_load.wait()
+            worker.start(self._config)
             await worker.wait_death(self._silence_limit_s)
             was_ready = worker.state == "ready"
             worker.state = "dead"

@@ -40,7 +40,8 @@ class Hooks(msgspec.Struct, frozen=True, kw_only=True):
     silence_limit_s  a worker that holds requests and says nothing for so long is killed
 
     engine  WorkerConfig -> LoadedEngine, called in the worker
-    front   ServerConfig -> ModelFront, called in the gateway, off the event loop
+    front   (ServerConfig, on_packed) -> ModelFront, called in the gateway, off the event loop; calls
+            on_packed() when workers can begin to load
     """
 
     engine: str = DEFAULT_FACTORY
@@ -48,11 +49,14 @@ class Hooks(msgspec.Struct, frozen=True, kw_only=True):
     silence_limit_s: float = SILENCE_LIMIT_S
 
 
-def find_front(name: str) -> Callable[[ServerConfig], ModelFront]:
+FrontLoader = Callable[[ServerConfig, Callable[[], None]], ModelFront]
+
+
+def find_front(name: str) -> FrontLoader:
     """The function named ``module:function``."""
     module_name, _, attribute = name.partition(":")
     function = getattr(importlib.import_module(module_name), attribute)
-    return cast(Callable[[ServerConfig], ModelFront], function)
+    return cast(FrontLoader, function)
 
 
 def worker_config(config: ServerConfig, num_workers: int) -> WorkerConfig:
@@ -165,11 +169,15 @@ class Server:
         )
         num_workers = int(self.config.workers.removeprefix("mixed:"))
         gateway.pool = WorkerPool(
-            num_workers, self._hooks.engine, gateway.metrics, self._hooks.silence_limit_s
+            num_workers,
+            worker_config(self.config, num_workers),
+            self._hooks.engine,
+            gateway.metrics,
+            self._hooks.silence_limit_s,
         )
         serving = asyncio.ensure_future(http.serve([self._socket]))
         try:
-            await self._load(gateway, num_workers)
+            await self._load(gateway)
             await self._stop.wait()
             await self._drain(gateway)
         finally:
@@ -181,20 +189,28 @@ class Server:
         name = self.config.model.model
         return Path(name).name or name
 
-    async def _load(self, gateway: Gateway, num_workers: int) -> None:
+    def _load_front(self, pool: WorkerPool) -> ModelFront:
+        """On a thread of its own: the tokenizer is built while the workers load."""
+        loop = self._loop
+        assert loop is not None, "the loop is running"
+
+        def on_packed() -> None:
+            loop.call_soon_threadsafe(pool.start)
+
+        return find_front(self._hooks.front)(self.config, on_packed)
+
+    async def _load(self, gateway: Gateway) -> None:
         """Load tokenizer and workers, or leave early when told to stop."""
         assert gateway.pool is not None, "the pool was just made"
         assert self._stop is not None, "the loop is running"
         stopped = asyncio.ensure_future(self._stop.wait())
         try:
-            find = asyncio.to_thread(lambda: find_front(self._hooks.front)(self.config))
-            front = asyncio.ensure_future(find)
+            front = asyncio.ensure_future(asyncio.to_thread(self._load_front, gateway.pool))
             await asyncio.wait({front, stopped}, return_when=asyncio.FIRST_COMPLETED)
             if not front.done():
                 await asyncio.gather(front, return_exceptions=True)
                 return
             gateway.set_front(front.result())
-            gateway.pool.start(worker_config(self.config, num_workers))
             ready = asyncio.ensure_future(gateway.pool.wait_ready())
             await asyncio.wait({ready, stopped}, return_when=asyncio.FIRST_COMPLETED)
             ready.cancel()
