@@ -100,9 +100,7 @@ EMULATED To cast(From v) {
     return out;
 }
 // Not a sum with zero, which would lose the sign of -0.
-EMULATED __m512 set1_ps(float x) {
-    return Floats{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x};
-}
+EMULATED __m512 set1_ps(float x) { return Floats{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 EMULATED __m512d set1_pd(double x) { return Doubles{x, x, x, x, x, x, x, x}; }
 EMULATED __m512i set1_epi32(int x) { return (__m512i)(Ints{} + x); }
 EMULATED __m512i set1_epi64(long long x) { return (__m512i)(Longs{} + x); }
