@@ -392,8 +392,6 @@ class LLM:
             scores.append([None if entry is None else entry.logprob for entry in entries])
         return scores
 
-    # The rest is the plumbing between prompts and the engine.
-
     def _check_open(self) -> None:
         if self._is_closed:
             raise EngineError("this LLM is closed")

@@ -3,9 +3,11 @@
 prompts.py  natural text to measure with
 measure.py  run an engine and record when tokens came
 session.py  one model under measurement
-process.py  the process it lives in
+process.py  the process it lives in, seen from its parent; child.py is its inside
+machine.py  the machine and versions a number comes from
 ceiling.py  bandwidth and arithmetic to hold a speed against
 engine.py   `bench engine`
+rung.py     what a ladder is asked for and what comes out
 ladder.py   technique after technique, with quality at every rung
 report.py   the ladder's report
 """
@@ -13,8 +15,9 @@ report.py   the ladder's report
 from __future__ import annotations
 
 from trivet.bench.engine import EngineBench, bench_engine
-from trivet.bench.ladder import Ladder, LadderOptions, Rung, climb
+from trivet.bench.ladder import climb
 from trivet.bench.report import write_report
+from trivet.bench.rung import Ladder, LadderOptions, Rung
 
 __all__ = [
     "EngineBench",

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trivet.bench.ladder import Ladder, Rung
+from trivet.bench.rung import Ladder, Rung
 from trivet.errors import CheckpointError, ConfigError
 from trivet.json_values import plain
 from trivet.sizing import format_bytes

@@ -12,7 +12,7 @@ from trivet.cli import options
 from trivet.cli.output import Output, number
 
 if TYPE_CHECKING:
-    from trivet.bench.ladder import Rung
+    from trivet.bench.rung import Rung
 
 
 def ladder(
@@ -58,8 +58,9 @@ def ladder(
 
     Writes report.html, report.json and recipe.toml, which `trivet serve` takes in the place of MODEL.
     """
-    from trivet.bench.ladder import RUNGS, LadderOptions, climb
+    from trivet.bench.ladder import climb
     from trivet.bench.report import check_folder, summary_line, write_report
+    from trivet.bench.rung import RUNGS, LadderOptions
 
     name, chosen = options.settings(model, threads=threads)
     wanted = RUNGS if rungs is None else tuple(part.strip() for part in rungs.split(","))
