@@ -1,17 +1,15 @@
-"""The workers of a gateway: spawn, watch, restart; and the requests each of them holds.
+"""The workers of a gateway: watch, restart; and the requests each of them holds.
 
-A worker is ``python -m trivet.worker`` on one end of a socket pair. End-of-file on the other end is its
-death: every request it held ends in an error event at once, the process is reaped, and a new one is
-started after a pause that doubles while starts keep failing. Everything here runs on the event loop's
-thread; the only waiting done elsewhere is for a dead process to be reaped.
+End-of-file on the gateway's end of a worker's socket is the worker's death: every request it held ends
+in an error event at once, the process is reaped, and a new one is started after a pause that doubles
+while starts keep failing. Everything here runs on the event loop's thread; the only waiting done
+elsewhere is for a dead process to be reaped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +18,7 @@ from typing import Protocol, TypeVar, cast
 
 from trivet.engine.stats import EngineStats
 from trivet.errors import EngineError
+from trivet.gateway.spawn import SpawnedWorker, spawn_worker
 from trivet.request import (
     CancelledEvent,
     ErrorEvent,
@@ -132,31 +131,14 @@ class WorkerHandle:
             return 0
         return max(0, self.ready.max_num_seqs + self.ready.max_waiting - self.num_live)
 
-    async def spawn(self, factory: str) -> None:
-        """Start the process; it waits for `start` to say what to load, importing meanwhile."""
+    async def adopt(self, spawned: SpawnedWorker) -> None:
+        """Take over a process; it waits for `start` to say what to load, importing meanwhile."""
         self.state, self.ready, self.load_failure = "starting", None, None
         self.changed.clear()
         self.link_lost.clear()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-P", "-m", "trivet.worker"]
-            command += ["--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
-            command += ["--factory", factory]
-            path = os.pathsep.join(entry for entry in sys.path if entry)
-            try:
-                self._process = subprocess.Popen(
-                    command,
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    env={**os.environ, "PYTHONPATH": path},
-                )
-            except OSError:
-                ours.close()
-                raise
-        self.pid = self._process.pid
+        self._process, self.pid = spawned.process, spawned.process.pid
         loop = asyncio.get_running_loop()
-        _, self._link = await loop.create_unix_connection(lambda: _Link(self), sock=ours)
+        _, self._link = await loop.create_unix_connection(lambda: _Link(self), sock=spawned.socket)
 
     def start(self, config: WorkerConfig) -> None:
         """Tell the process what to load."""
@@ -308,10 +290,11 @@ def _refuse(waiters: list[asyncio.Future[_T]], message: str) -> None:
 
 
 class WorkerPool:
-    """All workers of one gateway and their restarts. They are spawned at once and load after `start`.
+    """All workers of one gateway and their restarts. They are spawned at once, and load after `start`.
 
     config   what each of them loads
     factory  ``module:function``, called in the worker: WorkerConfig -> LoadedEngine
+    first    workers that were spawned already; the pool owns them from now on
     """
 
     def __init__(
@@ -321,7 +304,9 @@ class WorkerPool:
         factory: str,
         observer: PoolObserver,
         silence_limit_s: float = SILENCE_LIMIT_S,
+        first: Sequence[SpawnedWorker] = (),
     ) -> None:
+        self._first = list(first)
         self._factory = factory
         self._silence_limit_s = silence_limit_s
         self.workers = [WorkerHandle(f"w{n}", observer) for n in range(num_workers)]
@@ -361,7 +346,7 @@ class WorkerPool:
     async def _keep_alive(self, worker: WorkerHandle) -> None:
         pause = _RESTART_PAUSE_S
         while True:
-            await worker.spawn(self._factory)
+            await worker.adopt(self._first.pop() if self._first else spawn_worker(self._factory))
             await self._may_load.wait()
             worker.start(self._config)
             await worker.wait_death(self._silence_limit_s)
@@ -400,3 +385,5 @@ class WorkerPool:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(worker.stop() for worker in self.workers))
+        for spawned in self._first:
+            spawned.discard()

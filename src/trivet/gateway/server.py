@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -26,7 +26,8 @@ from trivet.config import ServerConfig
 from trivet.errors import ConfigError, EngineError, TrivetError
 from trivet.gateway.app import Gateway, ModelFront, build_app
 from trivet.gateway.pool import SILENCE_LIMIT_S, WorkerHandle, WorkerPool
-from trivet.worker.frames import DEFAULT_FACTORY, WorkerConfig
+from trivet.gateway.spawn import DEFAULT_FACTORY, SpawnedWorker, num_workers_of
+from trivet.worker.frames import WorkerConfig
 
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75  # longer than clients keep a connection in their pool
@@ -109,6 +110,7 @@ class Server:
 
     url         where it listens, known before `run`
     on_ready    called once, when /health is 200
+    first       workers that were spawned already
     """
 
     def __init__(
@@ -116,10 +118,12 @@ class Server:
         config: ServerConfig,
         hooks: Hooks,
         on_ready: Callable[[], None] = lambda: None,
+        first: Sequence[SpawnedWorker] = (),
     ) -> None:
         self.config = config
+        self.on_ready = on_ready
         self._hooks = hooks
-        self._on_ready = on_ready
+        self._first = first
         self._socket = listen(config.host, config.port)
         host = f"[{config.host}]" if ":" in config.host else config.host
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
@@ -167,13 +171,14 @@ class Server:
                 timeout_keep_alive=_KEEP_ALIVE_S,
             )
         )
-        num_workers = int(self.config.workers.removeprefix("mixed:"))
+        num_workers = num_workers_of(self.config.workers)
         gateway.pool = WorkerPool(
             num_workers,
             worker_config(self.config, num_workers),
             self._hooks.engine,
             gateway.metrics,
             self._hooks.silence_limit_s,
+            self._first,
         )
         serving = asyncio.ensure_future(http.serve([self._socket]))
         try:
@@ -229,7 +234,7 @@ class Server:
         gateway.pool.mark_started()
         for note in dict.fromkeys(note for w in gateway.pool.workers for note in _notes(w)):
             print(note, file=sys.stderr, flush=True)
-        self._on_ready()
+        self.on_ready()
 
     async def _drain(self, gateway: Gateway) -> None:
         """Let running requests end, for a while; a second stop request cuts it short."""
@@ -244,15 +249,15 @@ def _notes(worker: WorkerHandle) -> list[str]:
     return worker.ready.notes if worker.ready is not None else []
 
 
-def serve(config: ServerConfig, hooks: Hooks | None = None) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit code: 0, or 1 when a worker cannot start.
-
-    Prints ``ready http://host:port`` on standard error once /health is 200.
-    Raises TrivetError: a setting or a model file is at fault (the caller prints it and exits with 2).
-    """
-    server = Server(
-        config, hooks or Hooks(), lambda: print(f"ready {server.url}", file=sys.stderr, flush=True)
-    )
+def run_server(config: ServerConfig, hooks: Hooks, first: Sequence[SpawnedWorker]) -> int:
+    """Serve until a signal; see `trivet.gateway.serve`. Owns the workers that were spawned already."""
+    try:
+        server = Server(config, hooks, first=first)
+    except TrivetError:
+        for spawned in first:
+            spawned.discard()
+        raise
+    server.on_ready = lambda: print(f"ready {server.url}", file=sys.stderr, flush=True)
     try:
         server.run(handle_signals=True)
     except EngineError as error:

@@ -21,7 +21,6 @@ from trivet.errors import EngineError
 from trivet.request import CancelledEvent, ErrorEvent, FinishedEvent, Request, TokensEvent
 
 MAX_FRAME_BYTES = 1 << 28  # a frame above this is a broken stream, not a message
-DEFAULT_FACTORY = "trivet.worker.load:load_engine"
 
 _LENGTH = struct.Struct("<I")
 
