@@ -366,20 +366,20 @@ static inline void check_product(int c, int a, int b) {
         fault("tile shapes do not match");
     }
 }
+// Products run over all 16 channels of a row at once; lanes beyond colsb are zero and not stored.
 // A and B are signed char or unsigned char.
 template <class A, class B>
 inline void tile_dpb(int c, int a, int b) {
     check_product(c, a, b);
     for (int m = 0; m < tiles.config.rows[c]; ++m) {
-        for (int n = 0; n < tiles.config.colsb[c] / 4; ++n) {
-            int sum;
-            std::memcpy(&sum, tiles.data[c][m] + 4 * n, 4);
-            for (int k = 0; k < tiles.config.colsb[a]; ++k) {
-                sum += static_cast<A>(tiles.data[a][m][k]) *
-                       static_cast<B>(tiles.data[b][k / 4][4 * n + k % 4]);
-            }
-            std::memcpy(tiles.data[c][m] + 4 * n, &sum, 4);
+        Ints sum = load<Ints>(tiles.data[c][m]);
+        for (int k = 0; k < tiles.config.colsb[a]; ++k) {
+            const int left = static_cast<A>(tiles.data[a][m][k]);
+            const Uints top = load<Uints>(tiles.data[b][k / 4]) << (24 - 8 * (k % 4));
+            const Ints right = static_cast<B>(-1) < 0 ? (Ints)top >> 24 : (Ints)(top >> 24);
+            sum += left * right;
         }
+        store<Ints>(tiles.data[c][m], sum);
     }
 }
 EMULATED float widen(const unsigned char* bf16) {
@@ -391,18 +391,14 @@ EMULATED float widen(const unsigned char* bf16) {
 static inline void tile_dpbf16ps(int c, int a, int b) {
     check_product(c, a, b);
     for (int m = 0; m < tiles.config.rows[c]; ++m) {
-        for (int n = 0; n < tiles.config.colsb[c] / 4; ++n) {
-            float even = 0.0f, odd = 0.0f, acc;
-            for (int k = 0; k < tiles.config.colsb[a] / 4; ++k) {
-                const unsigned char* left = tiles.data[a][m] + 4 * k;
-                const unsigned char* right = tiles.data[b][k] + 4 * n;
-                even = __builtin_fmaf(widen(left), widen(right), even);
-                odd = __builtin_fmaf(widen(left + 2), widen(right + 2), odd);
-            }
-            std::memcpy(&acc, tiles.data[c][m] + 4 * n, 4);
-            acc = acc + (even + odd);
-            std::memcpy(tiles.data[c][m] + 4 * n, &acc, 4);
+        __m512 even{}, odd{};
+        for (int k = 0; k < tiles.config.colsb[a] / 4; ++k) {
+            const unsigned char* left = tiles.data[a][m] + 4 * k;
+            const Uints right = load<Uints>(tiles.data[b][k]);
+            even = fmadd_ps(set1_ps(widen(left)), (__m512)(right << 16), even);
+            odd = fmadd_ps(set1_ps(widen(left + 2)), (__m512)(right >> 16 << 16), odd);
         }
+        store<__m512>(tiles.data[c][m], load<__m512>(tiles.data[c][m]) + (even + odd));
     }
 }
 
