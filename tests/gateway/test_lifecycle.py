@@ -202,6 +202,7 @@ def test_dead_worker_is_reported_and_restarted(capfd: pytest.CaptureFixture[str]
     assert "secret" not in logged
 
 
+@pytest.mark.slow
 def test_silent_worker_is_killed_and_restarted(capfd: pytest.CaptureFixture[str]) -> None:
     hooks = msgspec.structs.replace(HOOKS, silence_limit_s=1.0)
     with (
@@ -265,6 +266,7 @@ def test_sigterm_drains() -> None:
         assert process.stderr.read() == ""
 
 
+@pytest.mark.slow
 def test_second_signal_ends_requests_in_an_error() -> None:
     with server_process(SLOW) as (process, url), httpx.Client(base_url=url, timeout=60) as client:
         body = {"prompt": "x", "max_tokens": 450, "ignore_eos": True, "stream": True}
@@ -279,6 +281,7 @@ def test_second_signal_ends_requests_in_an_error() -> None:
         assert process.wait(20) == 0
 
 
+@pytest.mark.slow
 def test_drain_timeout_ends_requests_in_an_error() -> None:
     server = LocalServer(toy_config(SLOW, drain_timeout_s=0.2), HOOKS)
     with server, httpx.Client(base_url=server.url, timeout=60) as client:

@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from support.toy_server import toy_server
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 
 
+@pytest.mark.slow
 def test_clients_that_leave_leak_no_page(tmp_path: Path) -> None:
     output = tmp_path / "soak.json"
     # Pages for about half of the requests: the others wait or are preempted.
