@@ -52,18 +52,43 @@ def test_times_of_one_request() -> None:
 
 def test_one_token_has_no_tpot() -> None:
     assert _trace([(1.0, 1)]).tpot_s is None
-    run = BatchRun([_trace([(1.0, 1)])], 1.0)
+    run = BatchRun([_trace([(1.0, 1)])], 1.0, 1)
     assert run.figures()["tpot_s"] is None
     assert run.figures()["decode_tok_s"] is None
 
 
 def test_speeds_are_sums_over_the_batch() -> None:
-    run = BatchRun([_trace([(1.0, 1), (3.0, 1)]), _trace([(2.0, 1), (3.0, 1)])], 4.0)
+    run = BatchRun([_trace([(1.0, 1), (3.0, 1)]), _trace([(2.0, 1), (3.0, 1)])], 4.0, 2)
     figures = run.figures()
     assert figures["decode_tok_s"] == 1 / 2 + 1
     assert figures["prefill_tok_s"] == 20 / 2.0
     assert figures["out_tok_s"] == 4 / 4.0
     assert figures["ttft_s"] == 1.5
+
+
+def test_prompts_that_take_turns_do_not_count_twice() -> None:
+    traces = [
+        _trace([(1.0, 1), (2.0, 1)]),
+        _trace([(3.0, 1), (4.0, 1)], arrived=2.0),
+        _trace([(5.0, 1), (6.0, 1)], arrived=4.0),
+    ]
+    figures = BatchRun(traces, 6.0, 1).figures()
+    assert figures["decode_tok_s"] == 1.0
+    assert figures["prefill_tok_s"] == 30 / 3.0
+    assert figures["ttft_s"] == 1.0
+
+
+def test_no_more_requests_at_once_than_asked() -> None:
+    engine = _engine()
+    run = run_batch(engine, PROMPTS, GREEDY, at_once=2)
+    running = [
+        sum(t.arrived <= moment <= (t.finished or 0.0) for t in run.traces)
+        for trace in run.traces
+        for moment, _ in trace.arrivals[:-1]
+    ]
+    assert max(running) == 2
+    assert are_identical(run, run_batch(_engine(), PROMPTS, GREEDY))
+    assert_idle(engine)
 
 
 def test_a_batch_runs_to_its_length_and_leaves_nothing() -> None:
@@ -117,7 +142,7 @@ def test_the_speedup_counts_the_text_before_the_loop() -> None:
     text = [5] * 40
     plain = _trace([(float(i), 1) for i in range(40)], token_ids=text)
     fast = _trace([(0.0, 1), (1.0, 8), (2.0, 9), (100.0, 22)], token_ids=text)
-    assert decode_ratio(BatchRun([plain], 39.0), BatchRun([fast], 100.0)) == 17.0 / 2.0
+    assert decode_ratio(BatchRun([plain], 39.0, 1), BatchRun([fast], 100.0, 1)) == 17.0 / 2.0
 
 
 def test_a_mixed_load_cancels_what_is_left() -> None:

@@ -1,10 +1,12 @@
 """Runs an engine on a fixed set of requests and records when every token came.
 
-In-process and closed: requests are there from the start (or arrive by a plan in `run_mixed`), nothing
-else competes. Definitions, per request: ttft_s is the first token minus the arrival; tpot_s is
-(last - first token) / (tokens - tokens of the first event). decode_tok_s is the sum of 1 / tpot_s over
-the batch; prefill_tok_s is all prompt tokens over the time until the last request has its first token;
-out_tok_s is all output tokens over the wall time, prefill included.
+In-process and closed: requests are there from the start, or begin when others end, or arrive by a plan
+in `run_mixed`; nothing else competes. Definitions, per request: ttft_s is the first token minus the
+arrival; tpot_s is (last - first token) / (tokens - tokens of the first event). decode_tok_s is the mean
+of 1 / tpot_s times the requests that run at once (the sum over a batch); prefill_tok_s is all prompt
+tokens over the time until the last request of a batch has its first token, or, when prompts take turns,
+over the mean time to the first token times the turns; out_tok_s is all output tokens over the wall
+time, prefill included.
 """
 
 from __future__ import annotations
@@ -121,23 +123,32 @@ class RecordingDrafter:
 
 @dataclasses.dataclass(frozen=True)
 class BatchRun:
-    """One run of a batch: its traces, in the order of the prompts, and its wall time."""
+    """One run of a batch: its traces, in the order of the prompts, and its wall time.
+
+    at_once  requests that ran at the same time
+    """
 
     traces: list[Trace]
     wall_s: float
+    at_once: int
 
     def figures(self) -> dict[str, float | None]:
         """The contract's speeds of this run."""
-        tpots = [trace.tpot_s for trace in self.traces]
-        known = [tpot for tpot in tpots if tpot]
-        start = min(trace.arrived for trace in self.traces)
-        prefilled = max(trace.arrivals[0][0] for trace in self.traces)
+        known = [tpot for trace in self.traces if (tpot := trace.tpot_s)]
+        turns = len(self.traces) / self.at_once
+        if turns > 1:
+            prefill_s = turns * statistics.fmean(trace.ttft_s for trace in self.traces)
+        else:
+            start = min(trace.arrived for trace in self.traces)
+            prefill_s = max(trace.arrivals[0][0] for trace in self.traces) - start
         prompt_tokens = sum(trace.prompt_len for trace in self.traces)
         return {
             "ttft_s": statistics.median(trace.ttft_s for trace in self.traces),
             "tpot_s": statistics.median(known) if known else None,
-            "decode_tok_s": sum(1 / tpot for tpot in known) if known else None,
-            "prefill_tok_s": prompt_tokens / max(prefilled - start, 1e-9),
+            "decode_tok_s": statistics.fmean(1 / tpot for tpot in known) * self.at_once
+            if known
+            else None,
+            "prefill_tok_s": prompt_tokens / max(prefill_s, 1e-9),
             "out_tok_s": sum(len(trace.token_ids) for trace in self.traces) / self.wall_s,
             "wall_s": self.wall_s,
         }
@@ -148,21 +159,29 @@ def run_batch(
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
     recorder: RecordingDrafter | None = None,
+    at_once: int | None = None,
 ) -> BatchRun:
-    """Add all prompts at once, each with its own seed, and step until every one is done."""
+    """Run all prompts, each with its own noise, and step until every one is done.
+
+    at_once  requests that run at the same time; the next begins when one is done. None: all of them
+    """
+    at_once = min(at_once or len(prompts), len(prompts))
     start = time.monotonic()
     traces: dict[str, Trace] = {}
-    for index, prompt in enumerate(prompts):
-        trace = Trace(f"bench-{index}", len(prompt), start)
-        traces[trace.request_id] = trace
-        engine.add(_request(trace.request_id, prompt, params, index), start)
-    while engine.has_work:
+    num_done = 0
+    while num_done < len(prompts):
+        while len(traces) < min(num_done + at_once, len(prompts)):
+            index, now = len(traces), time.monotonic()
+            trace = Trace(f"bench-{index}", len(prompts[index]), now if traces else start)
+            traces[trace.request_id] = trace
+            engine.add(_request(trace.request_id, prompts[index], params, index), now)
         _step(engine, traces)
+        num_done = sum(trace.finished is not None for trace in traces.values())
     wall = max(trace.finished or start for trace in traces.values()) - start
     if recorder is not None:
         for trace in traces.values():
             trace.drafts = recorder.drafts.pop(trace.request_id, [])
-    return BatchRun(list(traces.values()), wall)
+    return BatchRun(list(traces.values()), wall, at_once)
 
 
 @dataclasses.dataclass(frozen=True)

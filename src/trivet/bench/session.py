@@ -115,7 +115,7 @@ class Session:
             seed=job.seed,
             ignore_eos=job.ignore_eos,
         )
-        run = run_batch(engine, job.prompts, params, recorder)
+        run = run_batch(engine, job.prompts, params, recorder, job.batch)
         return run, "off" if drafter is None else drafter.name
 
     def warm_up(self, job: BatchJob) -> None:
