@@ -130,7 +130,7 @@ def _print_table(out: Output, model: str, rungs: list[Rung]) -> None:
             )
         )
     heads = (
-        "rung", "TTFT ms", "TPOT ms", "tok/s", "MiB", "delta ppl", "KL", "gain", "total", "in",
+        "rung", "TTFT ms", "TPOT ms", "tok/s", "MiB", "+ppl", "KL", "gain", "total", "in",
     )  # fmt: skip
     out.table(model, heads, rows)
 

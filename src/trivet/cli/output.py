@@ -49,7 +49,7 @@ class Output:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=title or None, box=SIMPLE, title_justify="left", pad_edge=False)
+        table = Table(title=title or None, box=SIMPLE, title_justify="left", padding=0)
         for index, column in enumerate(columns):
             table.add_column(column, justify="left" if index == 0 else "right")
         for row in rows:
