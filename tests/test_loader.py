@@ -45,7 +45,7 @@ def test_step_times_are_measured_once_and_again_when_damaged(
     first = model.step_time(arena)
     assert model.step_time(arena) == first
     assert len(calls) == 1
-    [path] = model.packed.path.parent.glob("*.steps.json")
+    [path] = model.packed.path.parent.glob(f"{model.packed.path.name}.*.steps.json")
     path.write_text("{")
     model.step_time(arena)
     assert len(calls) == 2
