@@ -87,6 +87,10 @@ void span_of_tiles(const SpanTask& task) {
     };
 
     for (int32_t p = 0; p < num_pages; ++p) {
+        if (task.num_rows == 1) {
+            prefetch(task.pages[p] + block.v, block.bytes - block.v);
+            if (p + 1 < num_pages) prefetch(task.pages[p + 1], block.v);
+        }
         const uint16_t* k = codes_of(p, 0);
         for (int32_t first = 0; first < q_padded; first += 16) {
             float* target = scores + first * kSpanTokens + p * kPageTokens;
