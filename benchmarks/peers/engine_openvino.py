@@ -15,18 +15,21 @@ state: dict[str, Any] = {}
 
 def load(message: dict[str, Any]) -> dict[str, Any]:
     properties = {"INFERENCE_NUM_THREADS": message["threads"], **message.get("properties", {})}
+    # Without a scheduler of its own LLMPipeline caches prefixes.
+    scheduler = genai.SchedulerConfig()
+    scheduler.cache_size = 2
+    scheduler.max_num_seqs = 64
+    scheduler.max_num_batched_tokens = message.get("max_num_batched_tokens", 4096)
+    scheduler.enable_prefix_caching = False
+    scheduler.dynamic_split_fuse = True
     if message["batched"]:
-        scheduler = genai.SchedulerConfig()
-        scheduler.cache_size = 2
-        scheduler.max_num_seqs = 64
-        scheduler.max_num_batched_tokens = message.get("max_num_batched_tokens", 4096)
-        scheduler.enable_prefix_caching = False
-        scheduler.dynamic_split_fuse = True
         state["pipeline"] = genai.ContinuousBatchingPipeline(
             message["path"], scheduler, "CPU", properties
         )
     else:
-        state["pipeline"] = genai.LLMPipeline(message["path"], "CPU", **properties)
+        state["pipeline"] = genai.LLMPipeline(
+            message["path"], "CPU", scheduler_config=scheduler, **properties
+        )
     state["batched"] = message["batched"]
     settings = {**properties, "batched": message["batched"]}
     return {"ok": True, "version": genai.__version__, "settings": settings}
