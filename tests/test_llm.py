@@ -179,3 +179,12 @@ def test_a_closed_llm_says_so() -> None:
     model.close()
     with pytest.raises(EngineError, match="closed"):
         model.generate("abc")
+
+
+def test_a_stream_of_a_closed_llm_says_so() -> None:
+    model = LLM("toy", max_model_len=64)
+    deltas = model.stream("abc", SamplingParams(max_tokens=8, ignore_eos=True))
+    next(deltas)
+    model.close()
+    with pytest.raises(EngineError, match="closed"):
+        list(deltas)

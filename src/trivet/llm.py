@@ -375,6 +375,7 @@ class LLM:
         choice = self._add(self._prompt_ids(prompt), self._seeded(params), stop, 0)
         try:
             while not choice.is_done:
+                self._check_open()
                 self._step()
                 yield from self._drain(choice)
             if choice.error is not None:
