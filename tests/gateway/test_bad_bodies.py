@@ -202,6 +202,11 @@ def test_bad_field_is_named(http: httpx.Client) -> None:
         assert error["type"] == "invalid_request_error"
 
 
+def test_an_empty_conversation_is_refused_in_plain_words(http: httpx.Client) -> None:
+    response = http.post(CHAT, content=json.dumps({"messages": []}))
+    assert _assert_envelope(response, 400)["message"] == "messages: an empty list"
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -393,6 +393,8 @@ def _validate(model: type[B], fields: dict[str, Any]) -> B:
         raise RequestError(f"{param}: this field is needed", param, code="missing_parameter")
     if first["type"] == "extra_forbidden":
         raise RequestError(f"{param}: unknown field", param, code="unknown_parameter")
+    if first["type"] == "too_short":
+        raise RequestError(f"{param}: an empty list", param, code="invalid_value")
     reason = first["msg"].removeprefix("Input should be ")
     raise RequestError(f"{param}: must be {reason}", param, code="invalid_value")
 
