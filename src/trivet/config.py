@@ -180,6 +180,15 @@ class ServerConfig:
     def __post_init__(self) -> None:
         _check_range("port", self.port, 0, 65535)
         _check_range("max_body_bytes", self.max_body_bytes, 1024)
-        _check_range("drain_timeout_s", self.drain_timeout_s, 0)
+        if not self.drain_timeout_s >= 0:  # refuses nan too
+            raise ConfigError("drain_timeout_s", self.drain_timeout_s, ">= 0")
+        if self.request_timeout_s is not None and not self.request_timeout_s > 0:
+            raise ConfigError("request_timeout_s", self.request_timeout_s, "above 0")
+        if self.api_key == "":
+            raise ConfigError("api_key", self.api_key, "a key that is not empty")
+        if self.served_model_name == "":
+            raise ConfigError(
+                "served_model_name", self.served_model_name, "a name that is not empty"
+            )
         if not re.fullmatch(r"mixed:[1-9]\d?", self.workers):
             raise ConfigError("workers", self.workers, "mixed:N with N from 1 to 99")

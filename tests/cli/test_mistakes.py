@@ -37,6 +37,11 @@ MISTAKES = [
     (["evaluate", "MODEL", "--context", "100000"], "context"),
     (["evaluate", "MODEL", "--stride", "0"], "stride"),
     (["evaluate", "MODEL", "--max-tokens", "0"], "max_tokens"),
+    (["serve", "MODEL", "--api-key", ""], "api_key"),
+    (["serve", "MODEL", "--served-model-name", ""], "served_model_name"),
+    (["serve", "MODEL", "--drain-timeout", "nan"], "drain_timeout"),
+    (["serve", "MODEL", "--request-timeout", "0"], "request_timeout"),
+    (["serve", "MODEL", "--request-timeout", "nan"], "request_timeout"),
     (["bench", "engine", "MODEL", "--batch", "0"], "batch"),
     (["bench", "engine", "MODEL", "--rows", "1,a"], "rows"),
     (["bench", "engine", "MODEL", "--draft", "suffix"], "draft"),
@@ -115,6 +120,13 @@ def test_damaged_models_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert main(["info", str(path)]) == 2
         [line] = capsys.readouterr().err.splitlines()
         assert path.name in line
+
+
+def test_standard_output_may_be_closed(tiny_model: Path) -> None:
+    words = ["generate", str(tiny_model), "--prompt", "a", "--max-tokens", "2"]
+    command = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "trivet", *words]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_program_itself(tmp_path: Path) -> None:

@@ -55,6 +55,8 @@ app.add_typer(bench.app, name="bench")
 
 def run(words: Sequence[str]) -> int:
     """Run ``words`` as a command line; returns the exit code. No words ask for help."""
+    if getattr(sys, "stdout", None) is None:  # standard output was closed
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # text of a model on a terminal that lacks letters
     try:
