@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import fnmatch
 import importlib.util
 import json
 import platform
@@ -162,14 +163,14 @@ def main() -> int:
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--only", nargs="*", help="engine names that contain one of these")
+    parser.add_argument("--only", nargs="*", help="patterns of engine names, like 'trivet *'")
     parser.add_argument("--cases", nargs="*", help="names of cases")
     arguments = parser.parse_args()
 
     chosen = [
         e
         for e in engines(arguments.threads)
-        if not arguments.only or any(text in e.name for text in arguments.only)
+        if not arguments.only or any(fnmatch.fnmatchcase(e.name, p) for p in arguments.only)
     ]
     cases = [c for c in CASES if not arguments.cases or c.name in arguments.cases]
     pythons = {
