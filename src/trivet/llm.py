@@ -444,6 +444,8 @@ class LLM:
         if not params.ignore_eos:
             ends |= self._model.runner.eos_ids
         stops = [stop] if isinstance(stop, str) else list(stop)
+        if "" in stops:
+            raise RequestError("stop: an empty string; leave it out to have none", "stop")
         stream = TextStream(tokenizer.detokenizer(), stops, ends)
         choice = _Choice(request, stream, self._finish)
         self._engine.add(request, time.monotonic())

@@ -131,7 +131,7 @@ def test_chat_keeps_the_conversation_until_reset(
 def test_evaluate_against_itself_and_a_baseline(
     tiny_gguf: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("evaluate", tiny_gguf, "--max-tokens", "100", "--context", "64", "--stride", "64")
+    words = ("evaluate", tiny_gguf, "--max-tokens", "100", "--context", "64")
     alone = _run(capsys, *words)
     assert alone.keys() >= {"corpora", "overall"}
     assert alone["overall"].keys() == QUALITY_KEYS

@@ -130,6 +130,8 @@ def test_key_is_needed() -> None:
             assert wrong.status_code == 401
             right = client.get(path, headers={"authorization": "Bearer secret"})
             assert right.status_code == 200
+            lower = client.get(path, headers={"authorization": "bearer secret"})
+            assert lower.status_code == 200
         for path in ("/health", "/metrics", "/version"):
             assert client.get(path).status_code == 200
         assert "secret" not in repr(server)

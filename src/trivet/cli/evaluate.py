@@ -36,7 +36,10 @@ def evaluate(
         int, typer.Option(metavar="M", help="Tokens scored of each corpus.")
     ] = 8192,
     context: Annotated[int, typer.Option(metavar="N", help="Tokens of one window.")] = 1024,
-    stride: Annotated[int, typer.Option(metavar="N", help="Tokens between windows.")] = 1024,
+    stride: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Tokens between windows.  [default: the context]"),
+    ] = None,
     gate: Annotated[
         str | None,
         typer.Option(

@@ -14,7 +14,6 @@ from trivet.evaluate.gate import GateResult, judge_corpora
 from trivet.evaluate.quality import (
     CONTEXT,
     MAX_TOKENS,
-    STRIDE,
     QualityReport,
     encode_corpora,
     measure_quality,
@@ -75,7 +74,7 @@ def evaluate_model(
     corpora: Sequence[str | Path] | None = None,
     max_tokens: int = MAX_TOKENS,
     context: int = CONTEXT,
-    stride: int = STRIDE,
+    stride: int | None = None,
     gate: str | None = None,
     loading: Progress | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -84,12 +83,14 @@ def evaluate_model(
 
     corpora     text files, or names of built-in corpora; None: the two built-in ones
     max_tokens  tokens scored of each corpus
+    stride      tokens from one window to the next; None: the context
     gate        ``fast`` or ``full``: judge the result; both apply the corpora rule
     progress    called with (tokens scored, all tokens)
     Raises ConfigError, CheckpointError; a baseline with another vocabulary is refused.
     """
     if gate is not None and gate not in GATES:
         raise ConfigError("gate", gate, ", ".join(GATES))
+    stride = context if stride is None else stride
     texts = load_corpora(corpora)
     model = load_model(config, loading)
     base = None

@@ -430,7 +430,7 @@ class _Front:
         self._app = app
         self._gateway = gateway
         key = gateway.config.api_key
-        self._bearer = None if key is None else b"Bearer " + key.encode()
+        self._key = None if key is None else key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -464,9 +464,9 @@ class _Front:
                 await error_response(failure)(scope, receive, send_marked)
 
     def _check(self, path: str, headers: dict[bytes, bytes]) -> None:
-        if self._bearer is not None and path not in _OPEN_PATHS:
-            given = headers.get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._bearer):
+        if self._key is not None and path not in _OPEN_PATHS:
+            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), self._key):
                 raise RequestError("missing or wrong API key", status=401, code="invalid_api_key")
         length = headers.get(b"content-length", b"0")
         limit = self._gateway.config.max_body_bytes

@@ -106,7 +106,7 @@ class GenerationBody(Body):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
+    seed: Annotated[int, Field(ge=-_INT64, lt=2 * _INT64)] | None = None
     stop: Any = None
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
