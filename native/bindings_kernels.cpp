@@ -1,18 +1,24 @@
-// Single kernels of any level outside the linears, for tests: the model's forward calls the same
-// tables without passing through here.
+// Single kernels of any level outside the linears, for tests, and the thread pool's own cost: the
+// model's forward uses the same tables and pool without passing through here.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+#include <sched.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "core/buffer.h"
 #include "core/dispatch.h"
 #include "core/fp_state.h"
+#include "core/thread_pool.h"
 #include "kernels/math/math.h"
 
 namespace nb = nanobind;
@@ -178,6 +184,32 @@ void attention_finish(const std::string& level, const Array<const float, 1>& l,
                               l.data(), o.data(), out.data(), static_cast<ptrdiff_t>(out.shape(1)));
 }
 
+// Seconds of pool loops with no work in which every thread takes one item: what it costs to hand
+// work to all threads and to learn that they are done. Before each loop the caller sleeps for
+// `pause_s`; beyond the pool's spinning time its threads sleep too and have to be woken.
+std::vector<double> pool_loops(int num_threads, int num_loops, double pause_s) {
+    require(num_threads >= 1 && num_threads <= 1024, "num_threads is 1 to 1024");
+    require(num_loops >= 0 && pause_s >= 0 && pause_s <= 1, "num_loops >= 0, pause_s is 0 to 1");
+    const nb::gil_scoped_release release;
+    ThreadPool pool(num_threads);
+    std::vector<double> seconds;
+    for (int i = 0; i < num_loops; ++i) {
+        if (pause_s > 0) std::this_thread::sleep_for(std::chrono::duration<double>(pause_s));
+        std::atomic<int> arrived{0};
+        const auto start = std::chrono::steady_clock::now();
+        // No thread leaves before all have come, so that none can take two items.
+        pool.parallel_for(num_threads, [&](int32_t, int) {
+            arrived.fetch_add(1);
+            for (int spins = 1; arrived.load() < num_threads; ++spins) {
+                if (spins % 1024 == 0) sched_yield();
+            }
+        });
+        const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+        seconds.push_back(took.count());
+    }
+    return seconds;
+}
+
 }  // namespace
 
 void bind_kernels(nb::module_& m) {
@@ -198,4 +230,6 @@ void bind_kernels(nb::module_& m) {
           "l"_a, "o"_a, "Takes a later span into m, l and o.");
     m.def("kernel_attention_finish", attention_finish, "level"_a, "l"_a, "o"_a, "out"_a,
           "o / l into out.");
+    m.def("pool_loops", pool_loops, "num_threads"_a, "num_loops"_a, "pause_s"_a,
+          "Seconds of each of num_loops empty pool loops, pause_s of sleep before each.");
 }

@@ -430,5 +430,6 @@ void bind_model(nb::module_& m) {
                 return times;
             },
             nb::sig("def times_ns(self) -> dict[str, int]"))
-        .def("reset_times", &Model::reset_times);
+        .def("reset_times", &Model::reset_times)
+        .def("set_timers", &Model::set_timers, "on"_a);
 }

@@ -129,7 +129,18 @@ int32_t Model::point_width(Point point) const {
 
 void Model::reset_times() {
     times_ns_ = {};
-    wait_base_ns_ = pool_.wait_ns();
+    wait_ns_ = 0;
+}
+
+Model::Moment Model::now() const {
+    return timers_ ? Moment{now_ns(), pool_.wait_ns()} : Moment{0, 0};
+}
+
+void Model::count(OpClass op_class, const Moment& since, uint64_t elsewhere_ns) {
+    if (!timers_) return;
+    const uint64_t waited = pool_.wait_ns() - since.wait_ns;
+    wait_ns_ += waited;
+    times_ns_[static_cast<int>(op_class)] += now_ns() - since.time_ns - waited - elsewhere_ns;
 }
 
 void Model::check(const Step& step, const Arena& arena) const {
@@ -272,14 +283,14 @@ void Model::forward(const Step& step, Arena& arena, const std::vector<Tap>& taps
     ++forward_count_;
     arena.set_progress(forward_count_ << 32 | static_cast<uint64_t>(step.layer_begin));
     if (step.num_rows > 0) {
-        const uint64_t start = now_ns();
+        const Moment start = now();
         if (step.hidden != nullptr) {
             std::memcpy(hidden_.data(), step.hidden,
                         sizeof(float) * static_cast<size_t>(step.num_rows) * weights_.hidden);
         } else {
             embed(step);
         }
-        times_ns_[static_cast<int>(OpClass::kEmbed)] += now_ns() - start;
+        count(OpClass::kEmbed, start);
         for (const Op& op : ops_) {
             if (op.layer < step.layer_begin || op.layer >= step.layer_end) continue;
             if (op.kind == OpKind::kAttention) {
@@ -374,7 +385,6 @@ Activations Model::activations(const Prepared& prepared, const Form& form, int32
 void Model::run_linear(const LinearOp& op, int32_t layer, int32_t num_rows, const int32_t* rows,
                        float* out, int64_t out_stride, const std::vector<Tap>& taps) {
     if (num_rows == 0) return;
-    const uint64_t start = now_ns();
     const int32_t threads = pool_.num_threads();
     std::vector<const Tap*> sinks;
     for (const Tap& tap : taps) {
@@ -384,8 +394,8 @@ void Model::run_linear(const LinearOp& op, int32_t layer, int32_t num_rows, cons
     }
     auto source_row = [rows](int32_t row) { return rows == nullptr ? row : rows[row]; };
     const bool shared = threads == 1 || num_rows > kSharedRows || !sinks.empty();
-    uint64_t prepare_ns = 0;
     if (shared) {
+        const Moment start = now();
         if (!sinks.empty()) tap_rows_.reserve(int64_t{num_rows} * op.width);
         const int32_t chunk = std::max(1, num_rows / (threads * 4));
         pool_.parallel_for((num_rows + chunk - 1) / chunk, [&](int32_t item, int thread) {
@@ -398,22 +408,25 @@ void Model::run_linear(const LinearOp& op, int32_t layer, int32_t num_rows, cons
             }
         });
         if (!sinks.empty()) drain_taps(sinks, num_rows, op.width);
-        prepare_ns = now_ns() - start;
+        count(OpClass::kPrepare, start);
     }
     // Each thread that gets an item prepares the few rows for itself: cheaper than a loop of its
     // own.
+    const Moment start = now();
+    uint64_t prepare_ns = 0;
     const uint64_t prepared_for = ++prepared_count_;
     const int32_t blocks_per_item = std::max(1, op.num_blocks / (threads == 1 ? 1 : threads * 6));
     const int32_t num_items = (op.num_blocks + blocks_per_item - 1) / blocks_per_item;
     pool_.parallel_for(num_items, [&](int32_t item, int thread) {
         Scratch& scratch = scratch_[static_cast<size_t>(thread)];
         if (!shared && scratch.prepared_for != prepared_for) {
-            const uint64_t prepare_start = thread == 0 ? now_ns() : 0;
+            const bool timed = timers_ && thread == 0;
+            const uint64_t prepare_start = timed ? now_ns() : 0;
             for (int32_t row = 0; row < num_rows; ++row) {
                 prepare_row(op, source_row(row), row, scratch, scratch.prepared, nullptr);
             }
             scratch.prepared_for = prepared_for;
-            if (thread == 0) prepare_ns = now_ns() - prepare_start;
+            if (timed) prepare_ns = now_ns() - prepare_start;
         }
         const Prepared& prepared = shared ? prepared_ : scratch.prepared;
         const int32_t begin = item * blocks_per_item;
@@ -429,7 +442,7 @@ void Model::run_linear(const LinearOp& op, int32_t layer, int32_t num_rows, cons
         }
     });
     times_ns_[static_cast<int>(OpClass::kPrepare)] += prepare_ns;
-    times_ns_[static_cast<int>(op.op_class)] += now_ns() - start - prepare_ns;
+    count(op.op_class, start, prepare_ns);
 }
 
 void Model::drain_taps(const std::vector<const Tap*>& sinks, int32_t num_rows, int32_t width) {
@@ -509,7 +522,7 @@ void Model::store_kv(const Step& step, Arena& arena, int32_t layer, int32_t row,
 }
 
 void Model::run_attention(const Step& step, Arena& arena, int32_t layer) {
-    const uint64_t start = now_ns();
+    const Moment start = now();
     if (!fused_) {
         const int32_t chunk = std::max(1, step.num_rows / (pool_.num_threads() * 4));
         pool_.parallel_for((step.num_rows + chunk - 1) / chunk, [&](int32_t item, int thread) {
@@ -538,7 +551,7 @@ void Model::run_attention(const Step& step, Arena& arena, int32_t layer) {
         attend(step, arena, layer, items_[static_cast<size_t>(item)],
                scratch_[static_cast<size_t>(thread)]);
     });
-    times_ns_[static_cast<int>(OpClass::kAttention)] += now_ns() - start;
+    count(OpClass::kAttention, start);
 }
 
 void Model::attend(const Step& step, Arena& arena, int32_t layer, const Item& item,

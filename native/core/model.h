@@ -104,11 +104,12 @@ class Model {
     const float* logits() const { return logits_.data(); }
     int32_t num_logits() const { return num_logits_; }
 
-    // Nanoseconds spent in each class of operation (on the calling thread) and waiting, since
-    // reset.
+    // Nanoseconds of the calling thread in each class of operation, waiting left out, and what it
+    // waited in all of them, since reset. Without timers no clock is read and nothing is counted.
     std::array<uint64_t, kNumOpClasses> times_ns() const { return times_ns_; }
-    uint64_t wait_ns() const { return pool_.wait_ns() - wait_base_ns_; }
+    uint64_t wait_ns() const { return wait_ns_; }
     void reset_times();
+    void set_timers(bool on) { timers_ = on; }
 
     // Held during a step; callers that read logits beside another thread's step hold it too.
     std::mutex& mutex() { return mutex_; }
@@ -174,6 +175,13 @@ class Model {
         int32_t tile, span_begin, span_end;
     };
 
+    // A moment of the calling thread: the clock, and what it had waited until then.
+    struct Moment {
+        uint64_t time_ns, wait_ns;
+    };
+    Moment now() const;
+    // Counts the time since a moment, less `elsewhere_ns` of it, for a class of operations.
+    void count(OpClass op_class, const Moment& since, uint64_t elsewhere_ns = 0);
     int32_t add_linear(OpClass op_class, Point point, Source source, const float* gain,
                        int32_t width, int32_t out_width, const std::vector<LinearPart>& parts,
                        bool accumulate);
@@ -230,7 +238,8 @@ class Model {
     int32_t num_logits_ = 0;
     uint64_t forward_count_ = 0;
     std::array<uint64_t, kNumOpClasses> times_ns_{};
-    uint64_t wait_base_ns_ = 0;
+    uint64_t wait_ns_ = 0;
+    bool timers_ = true;
 };
 
 }  // namespace trivet

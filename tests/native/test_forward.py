@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 
 import numpy as np
 import pytest
@@ -229,6 +230,31 @@ def test_times_are_counted_by_class() -> None:
     assert times["linear_gate_up"] > 0.0
     runs.model.reset_times()
     assert set(runs.model.times_s().values()) == {0.0}
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_times_do_not_overlap(rows: int) -> None:
+    """Waiting belongs to no class, and the whole is not more than the calls took."""
+    runs = Runs(_model("bf16")[0], threads=2, max_tokens=320)
+    begin = time.perf_counter()
+    for _ in range(8):
+        runs.step([(0, random_tokens(rows))])
+    seconds = time.perf_counter() - begin
+    times = runs.model.times_s()
+    assert min(times.values()) >= 0.0
+    assert 0.0 < sum(times.values()) <= seconds
+
+
+def test_timers_can_be_switched_off() -> None:
+    runs = Runs(_model("bf16")[0], threads=2)
+    runs.model.set_timers(False)
+    off = runs.step([(0, random_tokens(5))])
+    assert set(runs.model.times_s().values()) == {0.0}
+    on = Runs(_model("bf16")[0], threads=2).step([(0, random_tokens(5))])
+    np.testing.assert_array_equal(off, on)
+    runs.model.set_timers(True)
+    runs.step([(0, random_tokens(1))])
+    assert runs.model.times_s()["linear_down"] > 0.0
 
 
 def test_a_spec_is_described_by_its_numbers() -> None:

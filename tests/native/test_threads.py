@@ -15,7 +15,7 @@ import pytest
 
 from native.tiny_model import Runs, TinyPacked, make_model, random_tokens, small_spec
 from trivet.errors import ConfigError
-from trivet.native import isa_report, load_model, stream_bandwidth
+from trivet.native import isa_report, load_model, pool_loops, stream_bandwidth
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +95,22 @@ def test_a_forced_level_is_used_and_a_bad_one_refused(
         monkeypatch.setenv("TRIVET_ISA", bad)
         with pytest.raises(ConfigError, match="TRIVET_ISA"):
             load_model(packed, threads=1)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("pause_s", [0.0, 2e-4])
+def test_every_empty_loop_ends_and_is_timed(threads: int, pause_s: float) -> None:
+    loops = pool_loops(threads, 20, pause_s)
+    assert len(loops) == 20
+    assert min(loops) > 0.0
+    assert pool_loops(threads, 0) == []
+
+
+def test_impossible_pools_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_threads"):
+        pool_loops(0, 1)
+    with pytest.raises(ValueError, match="pause_s"):
+        pool_loops(1, 1, -1.0)
 
 
 def test_stream_bandwidth_is_plausible() -> None:

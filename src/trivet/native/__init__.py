@@ -14,7 +14,7 @@ from trivet.native.api import (
 )
 from trivet.native.arena import Arena, kv_geometry
 from trivet.native.isa import IsaReport, isa_report
-from trivet.native.model import NativeModel, Sink, Taps, load_model, stream_bandwidth
+from trivet.native.model import NativeModel, Sink, Taps, load_model, pool_loops, stream_bandwidth
 
 __all__ = [
     "Arena",
@@ -31,5 +31,6 @@ __all__ = [
     "isa_report",
     "kv_geometry",
     "load_model",
+    "pool_loops",
     "stream_bandwidth",
 ]

@@ -38,6 +38,11 @@ def kernel_attention_merge(level: str, m2: Annotated[NDArray[numpy.float32], dic
 def kernel_attention_finish(level: str, l: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], o: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu')]) -> None:
     """o / l into out."""
 
+def pool_loops(num_threads: int, num_loops: int, pause_s: float) -> list[float]:
+    """
+    Seconds of each of num_loops empty pool loops, pause_s of sleep before each.
+    """
+
 def kernel_linear(level: str, kind: int, scheme: int, scale_type: int, n: int, k: int, group: int, codes: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], scales: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, minima: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, zeros: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, bias: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)] | None, rows: int, x_codes: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], x_scales: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)] | None, x_sums: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu', writable=False)] | None, block_begin: int, block_end: int, out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu')], accumulate: bool) -> None:
     """
     One linear kernel over the channel blocks [block_begin, block_end); packed arrays are passed as bytes. Writes out.
@@ -113,6 +118,8 @@ class Model:
     def times_ns(self) -> dict[str, int]: ...
 
     def reset_times(self) -> None: ...
+
+    def set_timers(self, on: bool) -> None: ...
 
 class SamplerState:
     """

@@ -313,17 +313,21 @@ class NativeModel:
         return to_logprobs(self._native.token_logprobs(first_logit, list(token_ids), top))
 
     def times_s(self) -> dict[str, float]:
-        """Seconds by class of operation since the last reset.
+        """Seconds of the calling thread by class of operation since the last reset.
 
         embedding; prepare (norm, gate and quantization of linear inputs); linear_qkv; attention (rope
-        and KV writes included); linear_o; linear_gate_up; linear_down; head; and wait, the part of
-        all these in which the calling thread waited for others.
+        and KV writes included); linear_o; linear_gate_up; linear_down; head; and wait, in which it
+        waited for other threads in any of these. No two overlap.
         """
         return {name: nanoseconds / 1e9 for name, nanoseconds in self._native.times_ns().items()}
 
     def reset_times(self) -> None:
         """Start counting `times_s` from zero."""
         self._native.reset_times()
+
+    def set_timers(self, on: bool) -> None:
+        """Whether steps count `times_s` (as they do from the start) or read no clock."""
+        self._native.set_timers(on)
 
 
 def load_model(
@@ -340,6 +344,14 @@ def load_model(
     """
     count = len(os.sched_getaffinity(0)) if threads is None else threads
     return NativeModel(packed, threads=count, isa=isa_report(isa).active, kv=kv)
+
+
+def pool_loops(threads: int, num_loops: int, pause_s: float = 0.0) -> list[float]:
+    """Seconds of each of ``num_loops`` loops of a thread pool in which every thread takes one item
+    that does nothing. The caller sleeps ``pause_s`` before each; after 20 microseconds without work
+    the other threads sleep too, so that the loop begins with waking them.
+    """
+    return _core.pool_loops(threads, num_loops, pause_s)
 
 
 def stream_bandwidth(num_bytes: int, threads: int | None = None, repeats: int = 5) -> float:
