@@ -166,7 +166,9 @@ void span_of_tiles(const SpanTask& task) {
     if (whole_pages > 0) {
         std::memcpy(task.o, o, sizeof(float) * static_cast<size_t>(num_q) * dim);
     }
-    last_pages<Vectors, T>(task, whole_pages, scores, reinterpret_cast<T*>(wide));
+    last_pages<Vectors>(
+        task, whole_pages, scores, kSpanTokens, reinterpret_cast<T*>(wide),
+        [&](int32_t p) { return reinterpret_cast<const T*>(task.pages[p] + block.v); });
     Vectors::settle(task.o, num_q * dim);
 }
 

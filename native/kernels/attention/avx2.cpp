@@ -19,47 +19,66 @@ inline __m256 load_odd(const uint16_t* b) {
         _mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 
-inline __m256i load_codes(const int8_t* b) {
-    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(b)));
+// 8 pairs of int8 in both halves; a shuffle puts one code of each into the high byte of a lane.
+inline __m256 load_byte(const int8_t* b, __m256i picks) {
+    const __m256i pairs =
+        _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(b)));
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_shuffle_epi8(pairs, picks), 24));
 }
 
 inline __m256 load_even(const int8_t* b) {
-    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(load_codes(b), 16), 16));
+    const char z = char(0x80);
+    return load_byte(b, _mm256_setr_epi8(z, z, z, 0, z, z, z, 2, z, z, z, 4, z, z, z, 6,  //
+                                         z, z, z, 8, z, z, z, 10, z, z, z, 12, z, z, z, 14));
 }
 
 inline __m256 load_odd(const int8_t* b) {
-    return _mm256_cvtepi32_ps(_mm256_srai_epi32(load_codes(b), 16));
+    const char z = char(0x80);
+    return load_byte(b, _mm256_setr_epi8(z, z, z, 1, z, z, z, 3, z, z, z, 5, z, z, z, 7,  //
+                                         z, z, z, 9, z, z, z, 11, z, z, z, 13, z, z, z, 15));
 }
 
-// 8 * kWide lanes of kQ vectors: up to 12 chains in registers.
+// 8 * kWide lanes of kQ vectors: up to 12 chains in registers. The loops over q and w are unrolled
+// by order, since GCC 12 otherwise keeps the chains in memory.
 template <int kQ, int kWide, typename T>
 inline void product_tile(const float* a, int32_t a_stride, const T* b, int32_t lanes, int32_t pairs,
                          float* c, int32_t c_stride, bool accumulate) {
     for (int32_t begin = 0; begin < pairs; begin += 16) {
         const int32_t end = begin + 16 < pairs ? begin + 16 : pairs;
         __m256 even[kQ][kWide], odd[kQ][kWide];
+#pragma GCC unroll 4
         for (int q = 0; q < kQ; ++q) {
+#pragma GCC unroll 4
             for (int w = 0; w < kWide; ++w) even[q][w] = odd[q][w] = _mm256_setzero_ps();
         }
+#pragma GCC unroll 1
         for (int32_t i = begin; i < end; ++i) {
             const T* pairs_of = b + i * lanes * 2;
             __m256 keys[kWide];
+#pragma GCC unroll 4
             for (int w = 0; w < kWide; ++w) keys[w] = load_even(pairs_of + 16 * w);
+#pragma GCC unroll 4
             for (int q = 0; q < kQ; ++q) {
                 const __m256 x = _mm256_broadcast_ss(a + q * a_stride + 2 * i);
+#pragma GCC unroll 4
                 for (int w = 0; w < kWide; ++w) {
                     even[q][w] = _mm256_fmadd_ps(x, keys[w], even[q][w]);
                 }
             }
+#pragma GCC unroll 4
             for (int w = 0; w < kWide; ++w) keys[w] = load_odd(pairs_of + 16 * w);
+#pragma GCC unroll 4
             for (int q = 0; q < kQ; ++q) {
                 const __m256 x = _mm256_broadcast_ss(a + q * a_stride + 2 * i + 1);
+#pragma GCC unroll 4
                 for (int w = 0; w < kWide; ++w) {
                     odd[q][w] = _mm256_fmadd_ps(x, keys[w], odd[q][w]);
                 }
             }
         }
+#pragma GCC unroll 4
         for (int q = 0; q < kQ; ++q) {
+#pragma GCC unroll 4
             for (int w = 0; w < kWide; ++w) {
                 float* target = c + q * c_stride + 8 * w;
                 const __m256 sum =
@@ -71,13 +90,13 @@ inline void product_tile(const float* a, int32_t a_stride, const T* b, int32_t l
 }
 
 struct Isa {
-    template <int kQ, typename T>
+    template <int kQ, int kWide, typename T>
     static void product_rows(const float* a, int32_t a_stride, const T* b, int32_t lanes,
                              int32_t pairs, float* c, int32_t c_stride, bool accumulate) {
         int32_t lane = 0;
-        for (; lane + 16 <= lanes; lane += 16) {
-            product_tile<kQ, 2>(a, a_stride, b + 2 * lane, lanes, pairs, c + lane, c_stride,
-                                accumulate);
+        for (; lane + 8 * kWide <= lanes; lane += 8 * kWide) {
+            product_tile<kQ, kWide>(a, a_stride, b + 2 * lane, lanes, pairs, c + lane, c_stride,
+                                    accumulate);
         }
         for (; lane + 8 <= lanes; lane += 8) {
             product_tile<kQ, 1>(a, a_stride, b + 2 * lane, lanes, pairs, c + lane, c_stride,
@@ -90,17 +109,42 @@ struct Isa {
     static void product(int32_t num_q, const float* a, int32_t a_stride, const T* b, int32_t lanes,
                         int32_t pairs, float* c, int32_t c_stride, bool accumulate) {
         int32_t q = 0;
-        for (; q + 3 <= num_q; q += 3) {
-            product_rows<3>(a + q * a_stride, a_stride, b, lanes, pairs, c + q * c_stride, c_stride,
-                            accumulate);
+        // Tiles of three, but four are two twos: a lone vector has too few chains to fill the
+        // units.
+        for (; num_q - q >= 3 && num_q - q != 4; q += 3) {
+            product_rows<3, 2>(a + q * a_stride, a_stride, b, lanes, pairs, c + q * c_stride,
+                               c_stride, accumulate);
         }
-        if (num_q - q == 2) {
-            product_rows<2>(a + q * a_stride, a_stride, b, lanes, pairs, c + q * c_stride, c_stride,
-                            accumulate);
-        } else if (num_q - q == 1) {
-            product_rows<1>(a + q * a_stride, a_stride, b, lanes, pairs, c + q * c_stride, c_stride,
-                            accumulate);
+        for (; num_q - q >= 2; q += 2) {
+            product_rows<2, 2>(a + q * a_stride, a_stride, b, lanes, pairs, c + q * c_stride,
+                               c_stride, accumulate);
         }
+        if (q < num_q) {
+            product_rows<1, 4>(a + q * a_stride, a_stride, b, lanes, pairs, c + q * c_stride,
+                               c_stride, accumulate);
+        }
+    }
+
+    static void widen(const int8_t* codes, int32_t count, uint16_t* wide) {
+        int32_t i = 0;
+        for (; i + 16 <= count; i += 16) {
+            const __m128i v = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i));
+            const __m256 lo = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(v));
+            const __m256 hi = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(v, 8)));
+            const __m256i packed =
+                _mm256_packus_epi32(_mm256_srli_epi32(_mm256_castps_si256(lo), 16),
+                                    _mm256_srli_epi32(_mm256_castps_si256(hi), 16));
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(wide + i),
+                                _mm256_permute4x64_epi64(packed, 0xd8));
+        }
+        for (; i < count; ++i) wide[i] = widened(codes[i]);
+    }
+
+    // Scores s * t of keys j..j+7.
+    template <bool kScaled>
+    static __m256 scaled(const float* scores, const float* t, int32_t j, __m256 factor) {
+        return _mm256_mul_ps(_mm256_loadu_ps(scores + j),
+                             kScaled ? _mm256_loadu_ps(t + j) : factor);
     }
 
     template <bool kScaled>
@@ -112,33 +156,38 @@ struct Isa {
         auto mask_at = [&](int32_t j) {
             return _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(valid - j), index));
         };
-        __m256 tops = lowest;
-        for (int32_t j = 0; j < valid; j += 8) {
-            const __m256 scale = kScaled ? _mm256_loadu_ps(t + j) : factor;
-            const __m256 s = _mm256_mul_ps(_mm256_loadu_ps(scores + j), scale);
-            _mm256_storeu_ps(scores + j, s);
-            // max returns its second operand when the first is NaN.
+        // max returns its second operand when the first is NaN.
+        __m256 tops = lowest, more = lowest;
+        int32_t j = 0;
+        for (; j + 16 <= valid; j += 16) {
+            tops = _mm256_max_ps(scaled<kScaled>(scores, t, j, factor), tops);
+            more = _mm256_max_ps(scaled<kScaled>(scores, t, j + 8, factor), more);
+        }
+        for (; j < valid; j += 8) {
+            const __m256 s = scaled<kScaled>(scores, t, j, factor);
             tops = _mm256_max_ps(_mm256_blendv_ps(lowest, s, mask_at(j)), tops);
         }
+        tops = _mm256_max_ps(more, tops);
         const __m128 four =
             _mm_max_ps(_mm256_castps256_ps128(tops), _mm256_extractf128_ps(tops, 1));
         const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
         const float top = _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
         const __m256 shift = _mm256_set1_ps(top);
         __m256 sums[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
-        for (int32_t j = 0; j < padded; j += 16) {
+        for (j = 0; j < padded; j += 16) {
+#pragma GCC unroll 2
             for (int32_t half = 0; half < 2; ++half) {
-                float* at = scores + j + 8 * half;
-                __m256 p = exp_ps(_mm256_sub_ps(_mm256_loadu_ps(at), shift));
-                const __m256 mask = mask_at(j + 8 * half);
-                p = _mm256_and_ps(p, mask);
+                const int32_t at = j + 8 * half;
+                __m256 p =
+                    exp_negative_ps(_mm256_sub_ps(scaled<kScaled>(scores, t, at, factor), shift));
+                const __m256 mask = mask_at(at);
+                if (j + 16 > valid) p = _mm256_and_ps(p, mask);
                 sums[half] = _mm256_add_ps(sums[half], p);
                 if constexpr (kScaled) {
-                    p = _mm256_mul_ps(p, _mm256_loadu_ps(v_scale + j + 8 * half));
-                    p = _mm256_and_ps(p, mask);
+                    p = _mm256_mul_ps(p, _mm256_loadu_ps(v_scale + at));
+                    if (j + 16 > valid) p = _mm256_and_ps(p, mask);
                 }
-                const __m256i bits = _mm256_slli_epi32(to_bf16_epi32(p), 16);
-                _mm256_storeu_ps(at, _mm256_castsi256_ps(bits));
+                _mm256_storeu_ps(scores + at, round_bf16_ps(p));
             }
         }
         *m = top;

@@ -136,6 +136,10 @@ struct Vectors {
         *l = tree_sum(sums);
     }
 
+    static void widen(const int8_t* codes, int32_t count, uint16_t* wide) {
+        for (int32_t i = 0; i < count; ++i) wide[i] = widened(codes[i]);
+    }
+
     static void settle(float* o, int32_t n) {
         for (int32_t i = 0; i < n; ++i) o[i] += 0.0f;
     }

@@ -33,6 +33,10 @@ struct Isa {
         *l = lanes[0];
     }
 
+    static void widen(const int8_t* codes, int32_t count, uint16_t* wide) {
+        for (int32_t i = 0; i < count; ++i) wide[i] = widened(codes[i]);
+    }
+
     static void settle(float* o, int32_t n) {
         for (int32_t i = 0; i < n; ++i) o[i] += 0.0f;
     }

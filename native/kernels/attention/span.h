@@ -8,6 +8,7 @@
 //   Isa::softmax(scores, valid, padded, t, v_scale, m, l)
 //       scores [padded] become P (bf16 values as float32; zero from `valid` on); t: factors of the
 //       scores per key, or their single factor; v_scale: factors of P per key, or null.
+//   Isa::widen(codes, count, wide)    int8 codes as bf16 bits
 //   Isa::settle(o, n)    adds +0, so that the number of empty products before cannot show in a sign
 //
 // Everything has internal linkage, so that nothing is shared between levels.
@@ -20,8 +21,17 @@
 namespace trivet {
 namespace {
 
+// Floats from one vector's scores to the next: the gap puts them on different banks of the
+// first-level cache.
+constexpr int32_t kScoreStride = kSpanTokens + 8;
+
 inline float widen(uint16_t code) { return from_bf16(code); }
 inline float widen(int8_t code) { return static_cast<float>(code); }
+
+// The bf16 bits of a code, exactly.
+inline uint16_t widened(int8_t code) {
+    return static_cast<uint16_t>(float_bits(static_cast<float>(code)) >> 16);
+}
 
 // product for lanes [begin, lanes) one at a time.
 template <typename T>
@@ -47,16 +57,28 @@ inline void product_lanes(int32_t num_q, const float* a, int32_t a_stride, const
     }
 }
 
+// A page's part as bf16: int8 codes are widened to `wide`, once for all query vectors.
+template <typename Isa>
+inline const uint16_t* bf16_codes(const uint16_t* codes, int32_t, uint16_t*) {
+    return codes;
+}
+
+template <typename Isa>
+inline const uint16_t* bf16_codes(const int8_t* codes, int32_t count, uint16_t* wide) {
+    Isa::widen(codes, count, wide);
+    return wide;
+}
+
 // Adds P times V for the pages from `first_page` on, in which some row ends: each row multiplies
 // only the pairs it sees, and a token that it does not see (which may be stale or not a number) is
-// replaced by zero. p: [num_q][256]; masked: scratch of [16][head_dim][2].
-template <typename Isa, typename T>
-void last_pages(const SpanTask& task, int32_t first_page, const float* p, T* masked) {
+// replaced by zero. p: [num_q][p_stride]; codes(page): its V; masked: scratch of [16][head_dim][2].
+template <typename Isa, typename T, typename Codes>
+void last_pages(const SpanTask& task, int32_t first_page, const float* p, int32_t p_stride,
+                T* masked, Codes codes) {
     const int32_t dim = task.head_dim, group = task.group;
     const int32_t most = task.valid[task.num_rows - 1];
-    const int64_t v_offset = page_block(task.kind, dim).v;
     for (int32_t page = first_page; page * kPageTokens < most; ++page) {
-        const T* v = reinterpret_cast<const T*>(task.pages[page] + v_offset);
+        const T* v = codes(page);
         const int32_t first = page * kPageTokens;
         for (int32_t r = 0; r < task.num_rows; ++r) {
             const int32_t seen = task.valid[r] - first;
@@ -72,20 +94,10 @@ void last_pages(const SpanTask& task, int32_t first_page, const float* p, T* mas
                     rows = masked;
                 }
             }
-            Isa::product(group, p + r * group * kSpanTokens + first, kSpanTokens, rows, dim, pairs,
+            Isa::product(group, p + r * group * p_stride + first, p_stride, rows, dim, pairs,
                          task.o + static_cast<ptrdiff_t>(r) * group * dim, dim, page > 0);
         }
     }
-}
-
-// A page's part as bf16: int8 codes are widened to `wide`, once for all query vectors.
-inline const uint16_t* bf16_codes(const uint16_t* codes, int32_t, uint16_t*) { return codes; }
-
-inline const uint16_t* bf16_codes(const int8_t* codes, int32_t count, uint16_t* wide) {
-    for (int32_t i = 0; i < count; ++i) {
-        wide[i] = static_cast<uint16_t>(float_bits(static_cast<float>(codes[i])) >> 16);
-    }
-    return wide;
 }
 
 // The keys of one decoding request are read once and come from memory: ask for them ahead of use.
@@ -102,12 +114,12 @@ void span_of(const SpanTask& task) {
     const PageBlock block = page_block(task.kind, dim);
     constexpr bool kScaled = sizeof(T) == 1;
 
-    float* scores = task.scratch;                             // [num_q][256], then P
-    float* q = scores + num_q * kSpanTokens;                  // [num_q][dim]
-    float* t = q + num_q * dim;                               // [256]
-    float* v_scale = t + kSpanTokens;                         // [256]
-    T* masked = reinterpret_cast<T*>(v_scale + kSpanTokens);  // [16][dim][2]
-    uint16_t* wide = reinterpret_cast<uint16_t*>(masked) + kPageTokens * dim;  // [32 * dim]
+    float* scores = task.scratch;              // [num_q][256 + 8], then P
+    float* q = scores + num_q * kScoreStride;  // [num_q][dim]
+    float* t = q + num_q * dim;                // [256]
+    float* v_scale = t + kSpanTokens;          // [256]
+    uint16_t* masked = reinterpret_cast<uint16_t*>(v_scale + kSpanTokens);  // [16][dim][2]
+    uint16_t* wide = masked + kPageTokens * dim;                            // [32 * dim]
     const bool widens = kScaled && num_q > 4;
 
     for (int32_t i = 0; i < num_q * dim; ++i) q[i] = from_bf16(task.q[i]);
@@ -119,10 +131,10 @@ void span_of(const SpanTask& task) {
             if (p + 1 < num_pages) prefetch(task.pages[p + 1], block.v);
         }
         if (widens) {
-            Isa::product(num_q, q, dim, bf16_codes(k, kPageTokens * dim, wide), kPageTokens,
-                         dim / 2, target, kSpanTokens, false);
+            Isa::product(num_q, q, dim, bf16_codes<Isa>(k, kPageTokens * dim, wide), kPageTokens,
+                         dim / 2, target, kScoreStride, false);
         } else {
-            Isa::product(num_q, q, dim, k, kPageTokens, dim / 2, target, kSpanTokens, false);
+            Isa::product(num_q, q, dim, k, kPageTokens, dim / 2, target, kScoreStride, false);
         }
         if constexpr (kScaled) {
             const float* k_scale = reinterpret_cast<const float*>(task.pages[p] + block.k_scale);
@@ -134,22 +146,27 @@ void span_of(const SpanTask& task) {
         }
     }
     for (int32_t i = 0; i < num_q; ++i) {
-        Isa::template softmax<kScaled>(scores + i * kSpanTokens, task.valid[i / group], padded,
+        Isa::template softmax<kScaled>(scores + i * kScoreStride, task.valid[i / group], padded,
                                        kScaled ? t : &task.sm_scale, v_scale, task.m + i,
                                        task.l + i);
     }
     const int32_t whole_pages = task.valid[0] / kPageTokens;
-    for (int32_t p = 0; p < whole_pages; ++p) {
-        const T* v = reinterpret_cast<const T*>(task.pages[p] + block.v);
-        const float* codes = scores + p * kPageTokens;
-        if (widens) {
-            Isa::product(num_q, codes, kSpanTokens, bf16_codes(v, kPageTokens * dim, wide), dim,
+    const auto multiply = [&](auto codes, auto* scratch) {
+        for (int32_t p = 0; p < whole_pages; ++p) {
+            Isa::product(num_q, scores + p * kPageTokens, kScoreStride, codes(p), dim,
                          kPageTokens / 2, task.o, dim, p > 0);
-        } else {
-            Isa::product(num_q, codes, kSpanTokens, v, dim, kPageTokens / 2, task.o, dim, p > 0);
         }
+        last_pages<Isa>(task, whole_pages, scores, kScoreStride, scratch, codes);
+    };
+    const auto stored = [&](int32_t p) {
+        return reinterpret_cast<const T*>(task.pages[p] + block.v);
+    };
+    if (widens) {
+        multiply([&](int32_t p) { return bf16_codes<Isa>(stored(p), kPageTokens * dim, wide); },
+                 masked);
+    } else {
+        multiply(stored, reinterpret_cast<T*>(masked));
     }
-    last_pages<Isa>(task, whole_pages, scores, masked);
     Isa::settle(task.o, num_q * dim);
 }
 

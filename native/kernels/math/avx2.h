@@ -7,10 +7,10 @@
 
 namespace trivet::avx2 {
 
-static inline __m256 exp_ps(__m256 x) {
-    // max and min return their second operand when either is NaN.
+// exp of x already below kExpHigh (or NaN).
+static inline __m256 exp_negative_ps(__m256 x) {
+    // max returns its second operand when either is NaN.
     x = _mm256_max_ps(_mm256_set1_ps(kExpLow), x);
-    x = _mm256_min_ps(_mm256_set1_ps(kExpHigh), x);
     const __m256 magic = _mm256_set1_ps(kRoundMagic);
     const __m256 shifted = _mm256_fmadd_ps(x, _mm256_set1_ps(kLog2E), magic);
     const __m256 n = _mm256_sub_ps(shifted, magic);
@@ -26,6 +26,11 @@ static inline __m256 exp_ps(__m256 x) {
     const __m256i bias = _mm256_set1_epi32(static_cast<int>(0x4b400000u - 127u));
     const __m256i exponent = _mm256_sub_epi32(_mm256_castps_si256(shifted), bias);
     return _mm256_mul_ps(p, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
+}
+
+static inline __m256 exp_ps(__m256 x) {
+    // min returns its second operand when either is NaN.
+    return exp_negative_ps(_mm256_min_ps(_mm256_set1_ps(kExpHigh), x));
 }
 
 static inline __m256 silu_ps(__m256 x) {
@@ -73,6 +78,16 @@ static inline __m256i to_bf16_epi32(__m256 x) {
         _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
     rounded = _mm256_blendv_epi8(rounded, _mm256_or_si256(high, _mm256_set1_epi32(0x40)), is_nan);
     return _mm256_blendv_epi8(rounded, _mm256_and_si256(high, _mm256_set1_epi32(0x8000)), is_zero);
+}
+
+// x rounded to bf16 as float32, for results of arithmetic, which are never subnormal.
+static inline __m256 round_bf16_ps(__m256 x) {
+    const __m256i bits = _mm256_castps_si256(x);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i sum = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+    const __m256i rounded = _mm256_and_si256(sum, _mm256_set1_epi32(int(0xffff0000u)));
+    const __m256 quiet = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000));
+    return _mm256_blendv_ps(_mm256_castsi256_ps(rounded), quiet, _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
 }
 
 static inline void store_bf16(uint16_t* out, __m256 x) {
