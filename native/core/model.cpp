@@ -132,15 +132,19 @@ void Model::reset_times() {
     wait_ns_ = 0;
 }
 
-Model::Moment Model::now() const {
-    return timers_ ? Moment{now_ns(), pool_.wait_ns()} : Moment{0, 0};
+void Model::start_laps() {
+    if (!timers_) return;
+    lap_time_ns_ = now_ns();
+    lap_wait_ns_ = pool_.wait_ns();
 }
 
-void Model::count(OpClass op_class, const Moment& since, uint64_t elsewhere_ns) {
+void Model::lap(OpClass op_class, uint64_t elsewhere_ns) {
     if (!timers_) return;
-    const uint64_t waited = pool_.wait_ns() - since.wait_ns;
+    const uint64_t time = now_ns(), waited = pool_.wait_ns() - lap_wait_ns_;
+    times_ns_[static_cast<int>(op_class)] += time - lap_time_ns_ - waited - elsewhere_ns;
     wait_ns_ += waited;
-    times_ns_[static_cast<int>(op_class)] += now_ns() - since.time_ns - waited - elsewhere_ns;
+    lap_time_ns_ = time;
+    lap_wait_ns_ += waited;
 }
 
 void Model::check(const Step& step, const Arena& arena) const {
@@ -282,15 +286,15 @@ void Model::forward(const Step& step, Arena& arena, const std::vector<Tap>& taps
     plan_attention(step);
     ++forward_count_;
     arena.set_progress(forward_count_ << 32 | static_cast<uint64_t>(step.layer_begin));
+    start_laps();
     if (step.num_rows > 0) {
-        const Moment start = now();
         if (step.hidden != nullptr) {
             std::memcpy(hidden_.data(), step.hidden,
                         sizeof(float) * static_cast<size_t>(step.num_rows) * weights_.hidden);
         } else {
             embed(step);
         }
-        count(OpClass::kEmbed, start);
+        lap(OpClass::kEmbed);
         for (const Op& op : ops_) {
             if (op.layer < step.layer_begin || op.layer >= step.layer_end) continue;
             if (op.kind == OpKind::kAttention) {
@@ -395,7 +399,6 @@ void Model::run_linear(const LinearOp& op, int32_t layer, int32_t num_rows, cons
     auto source_row = [rows](int32_t row) { return rows == nullptr ? row : rows[row]; };
     const bool shared = threads == 1 || num_rows > kSharedRows || !sinks.empty();
     if (shared) {
-        const Moment start = now();
         if (!sinks.empty()) tap_rows_.reserve(int64_t{num_rows} * op.width);
         const int32_t chunk = std::max(1, num_rows / (threads * 4));
         pool_.parallel_for((num_rows + chunk - 1) / chunk, [&](int32_t item, int thread) {
@@ -408,11 +411,10 @@ void Model::run_linear(const LinearOp& op, int32_t layer, int32_t num_rows, cons
             }
         });
         if (!sinks.empty()) drain_taps(sinks, num_rows, op.width);
-        count(OpClass::kPrepare, start);
+        lap(OpClass::kPrepare);
     }
     // Each thread that gets an item prepares the few rows for itself: cheaper than a loop of its
     // own.
-    const Moment start = now();
     uint64_t prepare_ns = 0;
     const uint64_t prepared_for = ++prepared_count_;
     const int32_t blocks_per_item = std::max(1, op.num_blocks / (threads == 1 ? 1 : threads * 6));
@@ -442,7 +444,7 @@ void Model::run_linear(const LinearOp& op, int32_t layer, int32_t num_rows, cons
         }
     });
     times_ns_[static_cast<int>(OpClass::kPrepare)] += prepare_ns;
-    count(op.op_class, start, prepare_ns);
+    lap(op.op_class, prepare_ns);
 }
 
 void Model::drain_taps(const std::vector<const Tap*>& sinks, int32_t num_rows, int32_t width) {
@@ -522,7 +524,6 @@ void Model::store_kv(const Step& step, Arena& arena, int32_t layer, int32_t row,
 }
 
 void Model::run_attention(const Step& step, Arena& arena, int32_t layer) {
-    const Moment start = now();
     if (!fused_) {
         const int32_t chunk = std::max(1, step.num_rows / (pool_.num_threads() * 4));
         pool_.parallel_for((step.num_rows + chunk - 1) / chunk, [&](int32_t item, int thread) {
@@ -551,7 +552,7 @@ void Model::run_attention(const Step& step, Arena& arena, int32_t layer) {
         attend(step, arena, layer, items_[static_cast<size_t>(item)],
                scratch_[static_cast<size_t>(thread)]);
     });
-    count(OpClass::kAttention, start);
+    lap(OpClass::kAttention);
 }
 
 void Model::attend(const Step& step, Arena& arena, int32_t layer, const Item& item,

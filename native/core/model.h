@@ -175,13 +175,10 @@ class Model {
         int32_t tile, span_begin, span_end;
     };
 
-    // A moment of the calling thread: the clock, and what it had waited until then.
-    struct Moment {
-        uint64_t time_ns, wait_ns;
-    };
-    Moment now() const;
-    // Counts the time since a moment, less `elsewhere_ns` of it, for a class of operations.
-    void count(OpClass op_class, const Moment& since, uint64_t elsewhere_ns = 0);
+    // The time of the calling thread is counted in laps: one clock read between two operations.
+    void start_laps();
+    // Counts the lap that ends now, less `elsewhere_ns` of it, for a class of operations.
+    void lap(OpClass op_class, uint64_t elsewhere_ns = 0);
     int32_t add_linear(OpClass op_class, Point point, Source source, const float* gain,
                        int32_t width, int32_t out_width, const std::vector<LinearPart>& parts,
                        bool accumulate);
@@ -239,6 +236,7 @@ class Model {
     uint64_t forward_count_ = 0;
     std::array<uint64_t, kNumOpClasses> times_ns_{};
     uint64_t wait_ns_ = 0;
+    uint64_t lap_time_ns_ = 0, lap_wait_ns_ = 0;  // when the lap began, the pool's waiting then
     bool timers_ = true;
 };
 
