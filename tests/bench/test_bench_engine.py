@@ -38,6 +38,15 @@ def test_keys_and_values(tiny_model: Path) -> None:
         assert result[key] > 0, key
     assert 0 < result["peak_rss_bytes"] < 2 << 30
     assert len(result["runs"]) == 2
+    assert result["matrix_rate_macs_s"].keys() == {"int8", "bf16"}
+    for phase in result["phases"].values():
+        assert sum(phase["parts_s"].values()) == pytest.approx(phase["wall_s"], rel=1e-3)
+        assert sum(phase["shares"].values()) == pytest.approx(1.0, rel=1e-3)
+        assert min(phase["shares"].values()) >= 0
+        assert phase["spread"]["mbu"][0] <= phase["mbu"] <= phase["spread"]["mbu"][1]
+    assert (result["phases"]["prefill"]["rows"], result["phases"]["decode"]["rows"]) == (120, 21)
+    assert result["mbu"] == result["phases"]["decode"]["mbu"]
+    assert result["mfu"] == result["phases"]["prefill"]["mfu"]
     low, high = result["spread"]["ttft_s"]
     assert low <= result["ttft_s"] <= high
     json.dumps(result, allow_nan=False)
@@ -55,6 +64,17 @@ def test_speculation_and_rows(tiny_model: Path) -> None:
     assert 0 <= result["looped_share"] <= 1
     assert set(result["step_time_ratio"]) == {"1", "2"}
     assert result["step_time_ratio"]["1"] >= 1 - 1e-9
+    assert result["row_times"]["rounds"] >= 5
+    decode = result["phases"]["decode"]
+    assert decode["rows"] >= decode["steps"]  # draft rows are work too
+
+
+def test_one_output_token_is_no_decode(tiny_model: Path) -> None:
+    bench = EngineBench(prompt_tokens=20, output_tokens=1, repeat=1)
+    result = bench_engine(_config(tiny_model), bench)
+    assert result["phases"]["decode"] is None
+    assert result["mbu"] is None
+    assert result["mfu"] > 0
 
 
 def test_prompts_of_a_file_stop_at_the_end_token(tiny_model: Path, tmp_path: Path) -> None:

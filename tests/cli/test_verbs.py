@@ -48,6 +48,29 @@ def test_info_of_a_model(tiny_gguf: Path, capsys: pytest.CaptureFixture[str]) ->
     assert any(tensor["rel_error"] > 0 for tensor in other["tensors"])
 
 
+def test_info_roofline(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("TRIVET_CACHE", str(tmp_path))
+    words = ("info", tiny_model, "--weights", "w8a8", "--threads", "1", "--roofline")
+    first = _run(capsys, *words)
+    line = first["roofline"]
+    assert line.keys() >= {"streams", "matrices", "handovers", "bandwidth_bytes_s", "limits"}
+    assert line["num_bytes"] == line["limits"]["step_bytes"] == first["weight_bytes"]
+    assert line["limits"]["decode_tok_s"] > 0
+    assert line["limits"]["prefill_tok_s"] > 0
+    assert line["is_cached"] is False
+    assert Path(line["path"]).parent == tmp_path
+    again = _run(capsys, *words)["roofline"]
+    assert again == line | {"is_cached": True}
+    machine = _run(capsys, "info", "--roofline", "--threads", "1")["roofline"]
+    assert machine["limits"] is None
+    assert machine["matrices"] == line["matrices"]
+    assert main([*map(str, words), "--fresh"]) == 0
+    assert "limit of decode" in capsys.readouterr().out
+
+
 def test_info_without_json_is_a_table(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", str(tiny_model)]) == 0
     text = capsys.readouterr().out
@@ -173,6 +196,17 @@ def test_bench_engine(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert result["weights"] == "w8a8+hadamard64"
     assert result["identical"] is True
     assert set(result["step_time_ratio"]) == {"1", "2"}
+    assert set(result["phases"]) == {"prefill", "decode"}
+
+
+def test_bench_engine_shows_where_the_time_goes(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["bench", "engine", str(tiny_model), "--prompt-tokens", "16", "--repeat", "1"]
+    assert main([*words, "--output-tokens", "4", "--threads", "1", "--rows", "2"]) == 0
+    text = capsys.readouterr().out
+    for part in ("linears", "quantizing", "waiting for threads", "Python", "mbu", "step of 2 rows"):
+        assert part in text
 
 
 def test_ladder_and_its_recipe(

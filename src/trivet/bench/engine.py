@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trivet.bench.ceiling import decode_mbu, nominal_peak_ops, prefill_mfu
+from trivet.bench.ceiling import (
+    Ceilings,
+    StepCosts,
+    measure_ceilings,
+    nominal_mfu,
+    nominal_peak_ops,
+    phase_figures,
+)
 from trivet.bench.machine import describe_machine
 from trivet.bench.process import EngineProcess
+from trivet.bench.profile import Phase
 from trivet.bench.prompts import ChatEncoder, NaturalText, read_prompts
-from trivet.bench.session import ROWS_CONTEXT, BatchJob
+from trivet.bench.rows import step_time_ratios
+from trivet.bench.session import BatchJob
 from trivet.config import MemoryConfig, ModelConfig
 from trivet.errors import ConfigError
 from trivet.loader import Progress, load_model
@@ -80,16 +90,16 @@ def bench_engine(
         process.call("warm_up", job=dataclasses.asdict(job))
         advance(1 / total)
         runs: list[dict[str, Any]] = []
-        bandwidths: list[float] = []
+        ceilings = [_ceilings(facts)]
         for index in range(bench.repeat):
-            bandwidths.append(_bandwidth(facts))
             runs.append(_run(process, job, index))
+            ceilings.append(_ceilings(facts))
             advance(1 / total)
-        result = _summary(bench, facts, prompts, runs, bandwidths)
+        result = _summary(bench, facts, prompts, runs, ceilings)
         if bench.draft != "off":
             result |= _draft_summary(process, job.batch, bench, facts, runs)
         if bench.rows:
-            result["step_time_ratio"] = _row_ratios(process, bench.rows, facts)
+            result |= step_time_ratios(process, bench.rows, facts)
         if bench.rows or bench.draft != "off":
             advance(1 / total)
         start_times = [process.start_s]
@@ -109,11 +119,9 @@ def _prompts(bench: EngineBench, tokenizer: ChatEncoder) -> list[list[int]]:
     return NaturalText(tokenizer).prompts(bench.batch, bench.prompt_tokens)
 
 
-def _bandwidth(facts: Mapping[str, Any]) -> float:
-    """Bytes per second of a plain read of as many bytes as a step's weights, same threads."""
-    from trivet import native
-
-    return native.stream_bandwidth(facts["step_bytes"], facts["threads"])
+def _ceilings(facts: Mapping[str, Any]) -> Ceilings:
+    """What the machine does now, with the bytes of a step's weights, same level and threads."""
+    return measure_ceilings(facts["step_bytes"], facts["isa"], facts["threads"])
 
 
 def _job(bench: EngineBench, prompts: list[list[int]]) -> BatchJob:
@@ -130,6 +138,7 @@ def _job(bench: EngineBench, prompts: list[list[int]]) -> BatchJob:
         max_prefill_chunk=bench.max_prefill_chunk,
         memory_utilization=bench.memory_utilization,
         kv_bytes=bench.kv_bytes,
+        profile=True,
     )
 
 
@@ -163,21 +172,16 @@ def _summary(
     facts: Mapping[str, Any],
     prompts: Sequence[Sequence[int]],
     runs: Sequence[Mapping[str, Any]],
-    bandwidths: Sequence[float],
+    ceilings: Sequence[Ceilings],
 ) -> dict[str, Any]:
+    """ceilings: before every run, and after the last."""
     speeds = {name: _median([run[name] for run in runs]) for name in _SPEEDS}
     mean_prompt = statistics.fmean(len(prompt) for prompt in prompts)
-    batch = _at_once(bench, prompts)
-    mbus = [
-        decode_mbu(
-            facts,
-            batch=batch,
-            context=mean_prompt + bench.output_tokens / 2,
-            tpot_s=run["tpot_s"],
-            bandwidth=bandwidth,
-        )
-        for run, bandwidth in zip(runs, bandwidths, strict=True)
-    ]
+    around = [before.between(after) for before, after in itertools.pairwise(ceilings)]
+    costs = StepCosts(**facts["costs"])
+    profiles = [{name: Phase(**fields) for name, fields in run["phases"].items()} for run in runs]
+    phases = phase_figures(costs, profiles, around)
+    prefill, decode = phases["prefill"], phases["decode"]
     peak = nominal_peak_ops(facts["isa"], facts["weights"], facts["threads"])
     return {
         **speeds,
@@ -185,9 +189,10 @@ def _summary(
         "weight_bytes": facts["weight_bytes"],
         "kv_bytes_per_token": facts["kv_bytes_per_token"],
         "start_s": None,
-        # Drafts put several rows into one step, so that bytes per token are no longer known.
-        "mbu": _median(mbus) if bench.draft == "off" else None,
-        "mfu": prefill_mfu(facts, prefill_tok_s=speeds["prefill_tok_s"], peak_ops=peak),
+        "mbu": decode and decode["mbu"],
+        "mfu": prefill and prefill["mfu"],
+        "mfu_nominal": prefill and nominal_mfu(prefill, peak),
+        "phases": phases,
         "isa": facts["isa"],
         "weights": facts["weights"],
         "kv": facts["kv"],
@@ -200,7 +205,11 @@ def _summary(
         "temperature": bench.temperature,
         "seed": bench.seed,
         "machine": describe_machine(),
-        "stream_bandwidth_bytes_s": _median(list(bandwidths)),
+        "stream_bandwidth_bytes_s": _median([one.bytes_s for one in around]),
+        "matrix_rate_macs_s": {
+            "int8": _median([one.int8_macs_s for one in around]),
+            "bf16": _median([one.bf16_macs_s for one in around]),
+        },
         "nominal_peak_ops_s": peak,
         "spread": {name: _spread([run[name] for run in runs]) for name in _SPEEDS},
         "runs": [
@@ -241,15 +250,3 @@ def _draft_summary(
         "off": {name: _median([run["off"][name] for run in runs]) for name in _SPEEDS},
         "speedup_spread": _spread(speedups),
     }
-
-
-def _row_ratios(
-    process: EngineProcess, rows: Sequence[int], facts: Mapping[str, Any]
-) -> dict[str, float]:
-    """Seconds of n rows over the smaller of the one-row time and the time to read the bytes."""
-    before = _bandwidth(facts)
-    seconds = dict(process.call("step_rows", rows=sorted({1, *rows})))
-    bandwidth = statistics.fmean([before, _bandwidth(facts)])
-    moved = facts["step_bytes"] + ROWS_CONTEXT * facts["kv_bytes_per_token"]
-    floor = min(seconds[1], moved / bandwidth)
-    return {str(count): seconds[count] / floor for count in rows}

@@ -15,9 +15,10 @@ import dataclasses
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from trivet.bench.profile import Phase, ProfiledRunner
 from trivet.engine import DraftAsk, Drafter, StepLoad
 from trivet.errors import EngineError
 from trivet.request import (
@@ -126,11 +127,13 @@ class BatchRun:
     """One run of a batch: its traces, in the order of the prompts, and its wall time.
 
     at_once  requests that ran at the same time
+    phases   where the time went, when the run was profiled
     """
 
     traces: list[Trace]
     wall_s: float
     at_once: int
+    phases: Mapping[str, Phase] = dataclasses.field(default_factory=dict)
 
     def figures(self) -> dict[str, float | None]:
         """The contract's speeds of this run."""
@@ -160,13 +163,17 @@ def run_batch(
     params: SamplingParams,
     recorder: RecordingDrafter | None = None,
     at_once: int | None = None,
+    profile: ProfiledRunner | None = None,
 ) -> BatchRun:
     """Run all prompts, each with its own noise, and step until every one is done.
 
     at_once  requests that run at the same time; the next begins when one is done. None: all of them
+    profile  the engine's runner, where it is one that sorts the time
     """
     at_once = min(at_once or len(prompts), len(prompts))
     start = time.monotonic()
+    if profile is not None:
+        profile.begin(start)
     traces: dict[str, Trace] = {}
     num_done = 0
     while num_done < len(prompts):
@@ -175,13 +182,16 @@ def run_batch(
             trace = Trace(f"bench-{index}", len(prompts[index]), now if traces else start)
             traces[trace.request_id] = trace
             engine.add(_request(trace.request_id, prompts[index], params, index), now)
-        _step(engine, traces)
+        moment, num_continued = _step(engine, traces)
+        if profile is not None:
+            profile.end_step(moment, num_continued)
         num_done = sum(trace.finished is not None for trace in traces.values())
     wall = max(trace.finished or start for trace in traces.values()) - start
     if recorder is not None:
         for trace in traces.values():
             trace.drafts = recorder.drafts.pop(trace.request_id, [])
-    return BatchRun(list(traces.values()), wall, at_once)
+    phases = {} if profile is None else profile.phases()
+    return BatchRun(list(traces.values()), wall, at_once, phases)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,15 +281,19 @@ def _request(name: str, prompt: Sequence[int], params: SamplingParams, index: in
     )
 
 
-def _step(engine: SteppingEngine, traces: dict[str, Trace]) -> None:
-    """One engine step; its tokens are stamped when it returns."""
+def _step(engine: SteppingEngine, traces: dict[str, Trace]) -> tuple[float, int]:
+    """One engine step. Returns the moment of its end, with which its tokens are stamped, and how many
+    requests got tokens that were not their first.
+    """
     events = engine.step(time.monotonic(), time.monotonic)
     moment = time.monotonic()
+    num_continued = 0
     for event in events:
         trace = traces[event.request_id]
         match event:
             case TokensEvent():
                 if event.token_ids:
+                    num_continued += bool(trace.arrivals)
                     trace.token_ids += event.token_ids
                     trace.arrivals.append((moment, len(event.token_ids)))
             case FinishedEvent():
@@ -288,6 +302,7 @@ def _step(engine: SteppingEngine, traces: dict[str, Trace]) -> None:
                 raise EngineError(f"{event.request_id}: {event.code}: {event.message}")
             case CancelledEvent():
                 raise EngineError(f"{event.request_id} was cancelled")
+    return moment, num_continued
 
 
 def loop_start(token_ids: Sequence[int]) -> int:

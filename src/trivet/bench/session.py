@@ -10,10 +10,11 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
+from trivet.bench.ceiling import step_costs
 from trivet.bench.measure import (
     BatchRun,
     MixedLoad,
@@ -24,11 +25,12 @@ from trivet.bench.measure import (
     run_batch,
     run_mixed,
 )
+from trivet.bench.profile import ProfiledRunner, TimedRunner, phases_json
 from trivet.config import PAGE_TOKENS, EngineConfig, KVFormat, MemoryConfig, ModelConfig
 from trivet.engine import pages_needed
 from trivet.errors import ConfigError
 from trivet.loader import LoadedModel, load_model
-from trivet.native.api import Arena, StepInput
+from trivet.native.api import Arena, SampleInput, StepInput
 from trivet.request import SamplingParams
 
 ROWS_CONTEXT = 128  # context at which `step_rows` measures
@@ -43,6 +45,7 @@ class BatchJob:
     max_prefill_chunk  None: whole prompts
     ignore_eos         run to output_tokens whatever the model says
     kv_bytes           KV memory; None: what the batch needs
+    profile            whether to sort the time by phase and part; the model's timers are off otherwise
     """
 
     prompts: list[list[int]]
@@ -57,6 +60,7 @@ class BatchJob:
     max_prefill_chunk: int | None = 256
     memory_utilization: float = 0.9
     kv_bytes: int | None = None
+    profile: bool = False
 
     @property
     def longest(self) -> int:
@@ -78,6 +82,7 @@ class Session:
         """Facts about what runs."""
         from trivet import native
 
+        costs = step_costs(self.model)
         return {
             "isa": native.isa_report().active,
             "weights": self.model.weights_form,
@@ -85,9 +90,9 @@ class Session:
             "threads": self.model.threads,
             "weight_bytes": self.model.packed.weight_bytes,
             "kv_bytes_per_token": self.model.kv_bytes_per_token,
-            "num_parameters": self.model.packed.spec.num_parameters,
             "max_positions": self.model.runner.max_positions,
-            "step_bytes": step_bytes(self.model),
+            "step_bytes": costs.step_bytes,
+            "costs": dataclasses.asdict(costs),
             "numerics_id": self.model.runner.numerics_id,
         }
 
@@ -108,14 +113,18 @@ class Session:
         arena = self._arena_of(config.num_pages)
         drafter = self.model.new_drafter(config, arena)
         recorder = None if drafter is None else RecordingDrafter(drafter)
-        engine = self.model.new_engine(config, arena, recorder)
+        runner = cast("TimedRunner", self.model.runner)
+        runner.set_timers(job.profile)
+        profile = ProfiledRunner(runner) if job.profile else None
+        model = dataclasses.replace(self.model, runner=profile or runner)
+        engine = model.new_engine(config, arena, recorder)
         params = SamplingParams(
             max_tokens=job.output_tokens,
             temperature=job.temperature,
             seed=job.seed,
             ignore_eos=job.ignore_eos,
         )
-        run = run_batch(engine, job.prompts, params, recorder, job.batch)
+        run = run_batch(engine, job.prompts, params, recorder, job.batch, profile)
         return run, "off" if drafter is None else drafter.name
 
     def warm_up(self, job: BatchJob) -> None:
@@ -132,6 +141,8 @@ class Session:
         run, drafter = self.run(job)
         result: dict[str, Any] = dict(run.figures())
         result["token_ids"] = [trace.token_ids for trace in run.traces]
+        if job.profile:
+            result["phases"] = phases_json(run.phases)
         if job.draft != "off":
             result["draft"] = draft_figures(run.traces).as_json() | {"drafter": drafter}
         result["peak_rss_bytes"] = peak_rss_bytes()
@@ -148,6 +159,7 @@ class Session:
             plain, _ = self.run(plain_job)
         return {
             **drafted.figures(),
+            "phases": phases_json(drafted.phases),
             "off": plain.figures(),
             "speedup": decode_ratio(plain, drafted),
             "identical": are_identical(plain, drafted),
@@ -184,9 +196,10 @@ class Session:
         return result
 
     def step_rows(self, rows: Sequence[int], rounds: int = _ROWS_ROUNDS) -> dict[int, float]:
-        """Median seconds of a step of n rows of one request at context 128, all n with logits.
+        """Median seconds of a step of n rows of one request at context 128, as one that verifies
+        n - 1 draft tokens and accepts them all: n rows of logits, n greedy draws.
 
-        The counts are interleaved, so that a disturbance does not fall on one of them alone.
+        The counts take turns in the order given, so that a disturbance does not fall on one alone.
         """
         pages = pages_needed(ROWS_CONTEXT + max(rows))
         arena = self._arena_of(pages)
@@ -197,6 +210,7 @@ class Session:
             raise ConfigError(
                 "rows", max(rows), f"up to {runner.max_positions}, the model's context"
             )
+        sampler = runner.new_sampler(SamplingParams(temperature=0.0, seed=0), 0, [0])
         times: dict[int, list[float]] = {count: [] for count in rows}
         for _ in range(rounds):
             for count in rows:
@@ -208,6 +222,7 @@ class Session:
                 )
                 begin = time.perf_counter()
                 runner.forward(step, arena)
+                runner.sample([SampleInput(sampler, row, 1) for row in range(count)])
                 times[count].append(time.perf_counter() - begin)
         return {count: statistics.median(values) for count, values in times.items()}
 
@@ -244,12 +259,6 @@ class Session:
             self._arena = None
             self._arena = self.model.new_arena(num_pages)
         return self._arena
-
-
-def step_bytes(model: LoadedModel) -> int:
-    """Weight bytes one decode step reads: all but an embedding table that is not also the head."""
-    embed = model.packed.tensors.get("embed")
-    return model.packed.weight_bytes - (embed.num_bytes if embed is not None else 0)
 
 
 def peak_rss_bytes() -> int:

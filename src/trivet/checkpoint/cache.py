@@ -49,17 +49,27 @@ def cache_paths(source: ModelSource, requested: str) -> list[Path]:
     resolved = source.path.resolve()
     digest = hashlib.sha256(str(resolved).encode()).hexdigest()[:8]
     shared_name = f"{stem}-{digest}.{requested}.trivet"
-    chosen = os.environ.get(CACHE_VARIABLE)
-    if chosen:
-        if Path(chosen).exists() and not Path(chosen).is_dir():
-            raise ConfigError(CACHE_VARIABLE, chosen, "a folder")
-        return [Path(chosen) / shared_name]
-    home = os.environ.get("XDG_CACHE_HOME")
-    user = (Path(home) if home else Path.home() / ".cache") / "trivet" / shared_name
+    user = user_cache() / shared_name
+    if os.environ.get(CACHE_VARIABLE):
+        return [user]
     if any(part in _INSTALLED for part in resolved.parts):
         return [user]
     parent = resolved if source.kind == "hf" else resolved.parent
     return [parent / ".trivet" / f"{stem}.{requested}.trivet", user]
+
+
+def user_cache() -> Path:
+    """The folder TRIVET_CACHE names, else trivet's in the user's cache folder; it need not exist.
+
+    Raises ConfigError: TRIVET_CACHE is not a folder.
+    """
+    chosen = os.environ.get(CACHE_VARIABLE)
+    if chosen:
+        if Path(chosen).exists() and not Path(chosen).is_dir():
+            raise ConfigError(CACHE_VARIABLE, chosen, "a folder")
+        return Path(chosen)
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "trivet"
 
 
 def find_cache(paths: list[Path], key: dict[str, Any]) -> tuple[PackedFile | None, str | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -139,8 +139,6 @@ def engine(
         ("peak memory", format_bytes(result["peak_rss_bytes"]), "", ""),
         ("weights", format_bytes(result["weight_bytes"]), "", ""),
         ("KV per token", format_bytes(result["kv_bytes_per_token"]), "", ""),
-        ("bandwidth used (mbu)", number(result["mbu"]), "", ""),
-        ("arithmetic used (mfu)", number(result["mfu"]), "", ""),
     ]
     if "speedup" in result:
         rows_shown += [
@@ -159,8 +157,10 @@ def engine(
                 ("looped share", "looped_share"),
             )
         ]
-    for count, ratio in result.get("step_time_ratio", {}).items():
-        rows_shown.append((f"step of {count} rows over one", number(ratio), "", ""))
+    if "step_time_ratio" in result:
+        unit = "one row" if result["row_times"]["floor"] == "one row" else "reading its bytes"
+        for count, ratio in result["step_time_ratio"].items():
+            rows_shown.append((f"step of {count} rows over {unit}", number(ratio), "", ""))
     out.table(
         f"{name}  weights {result['weights']}  kv {result['kv']}  {result['threads']} threads  "
         f"{result['isa']}  batch {result['batch']}  {number(result['prompt_tokens'], 4)} in  "
@@ -168,8 +168,46 @@ def engine(
         ("", "median", "", "low to high"),
         rows_shown,
     )
+    _phase_table(out, result["phases"])
     out.result(result)
     return 0
+
+
+def _phase_table(out: Output, phases: dict[str, dict[str, Any] | None]) -> None:
+    """Where the time of each phase goes."""
+    labels = {
+        "linears": "linears",
+        "attention": "attention",
+        "head": "head",
+        "preparation": "norms, gates, quantizing",
+        "sampling": "sampling",
+        "waiting": "waiting for threads",
+        "other": "rest of the model's calls",
+        "python": "Python",
+    }
+    shown = {name: phase for name, phase in phases.items() if phase is not None}
+    rows: list[list[object]] = []
+    for part, label in labels.items():
+        row: list[object] = [label]
+        for phase in shown.values():
+            milliseconds = 1e3 * phase["parts_s"][part] / phase["steps"]
+            row += [number(milliseconds), f"{phase['shares'][part]:.1%}"]
+        rows.append(row)
+    for label, key, scale in (("step", "wall_s", 1e3), ("steps", "steps", 1.0)):
+        row = [label]
+        for phase in shown.values():
+            value = phase[key] * scale / (phase["steps"] if key == "wall_s" else 1)
+            row += [number(value, 4), ""]
+        rows.append(row)
+    for label, key in (("bandwidth used (mbu)", "mbu"), ("arithmetic used (mfu)", "mfu")):
+        row = [label]
+        for phase in shown.values():
+            row += ["", f"{phase[key]:.1%}"]
+        rows.append(row)
+    columns = ["where the time goes"]
+    for name in shown:
+        columns += [f"{name}, ms", "share"]
+    out.table("", columns, rows)
 
 
 def _parse_rows(text: str) -> tuple[int, ...]:

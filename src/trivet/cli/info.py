@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trivet.cli import options
-from trivet.cli.output import Output
+from trivet.cli.output import Output, number
+
+if TYPE_CHECKING:
+    from trivet.bench.ceiling import StepCosts
+    from trivet.loader import LoadedModel
 
 
 def info(
@@ -24,13 +28,27 @@ def info(
     max_num_seqs: options.MaxNumSeqs = None,
     memory_utilization: options.MemoryUtilization = None,
     kv_bytes: options.KVBytes = None,
+    roofline: Annotated[
+        bool,
+        typer.Option(
+            "--roofline",
+            help="Measure memory bandwidth, matrix rate of every level and the cost of handing work "
+            "to threads; measured once and kept in the user's cache folder.",
+        ),
+    ] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="With --roofline: measure again.")] = False,
     json: options.Json = False,
 ) -> int:
     """Describe a model, or the machine."""
     from trivet import __version__
+    from trivet.errors import ConfigError
     from trivet.native import isa_report
     from trivet.sizing import available_threads, cpu_quota, format_bytes, machine_memory
 
+    if fresh and not roofline:
+        raise ConfigError("fresh", True, "--fresh together with --roofline")
+    if threads is not None and not 1 <= threads <= 1024:
+        raise ConfigError("threads", threads, "1 to 1024")
     out = Output(json)
     memory = machine_memory()
     report = isa_report()
@@ -39,13 +57,13 @@ def info(
         "isa": report.active,
         "isa_forced": report.forced,
         "isa_levels": {level: report.refused.get(level, "available") for level in report.levels},
-        "threads": threads or available_threads(),
+        "threads": available_threads() if threads is None else threads,
         "cpu_quota": cpu_quota(),
         "memory": dataclasses.asdict(memory),
     }
     result: dict[str, Any] = {"machine": machine}
     if model is not None:
-        result |= _model(
+        described, loaded = _model(
             out,
             model,
             weights=weights,
@@ -56,6 +74,13 @@ def info(
             memory_utilization=memory_utilization,
             kv_bytes=kv_bytes,
         )
+        result |= described
+        if roofline:
+            from trivet.bench.ceiling import step_costs
+
+            result["roofline"] = _roofline(out, loaded.threads, step_costs(loaded), fresh)
+    elif roofline:
+        result["roofline"] = _roofline(out, machine["threads"], None, fresh)
     rows = [
         ("trivet", __version__),
         ("ISA level", report.active + (" (forced)" if report.forced else "")),
@@ -72,8 +97,8 @@ def info(
     return 0
 
 
-def _model(out: Output, model: str, **given: Any) -> dict[str, Any]:
-    """Print the tables of a model; returns its part of the JSON object."""
+def _model(out: Output, model: str, **given: Any) -> tuple[dict[str, Any], LoadedModel]:
+    """Print the tables of a model; returns its part of the JSON object, and the model."""
     from trivet.config import KVFormat, MemoryConfig, ModelConfig
     from trivet.loader import load_model
     from trivet.sizing import format_bytes, render_plan
@@ -134,7 +159,7 @@ def _model(out: Output, model: str, **given: Any) -> dict[str, Any]:
         out.note(note)
     plan = loaded.plan(memory, max_num_seqs=chosen.get("max_num_seqs", 32), max_step_tokens=512)
     print(render_plan(plan), file=sys.stderr if out.as_json else sys.stdout)
-    return {
+    described = {
         "model": name,
         "spec": spec.to_json(),
         "num_parameters": spec.num_parameters,
@@ -148,6 +173,66 @@ def _model(out: Output, model: str, **given: Any) -> dict[str, Any]:
         "is_exact": all(tensor.exact for tensor in packed.report),
         "notes": list(packed.notes),
         "memory_plan": plan.as_json(),
+    }
+    return described, loaded
+
+
+def _roofline(out: Output, threads: int, costs: StepCosts | None, fresh: bool) -> dict[str, Any]:
+    """Print this machine's roofline, with a model's limits; returns its part of the JSON object."""
+    import msgspec
+
+    from trivet.bench.roofline import DEFAULT_BYTES, measure
+    from trivet.sizing import format_bytes
+
+    num_bytes = DEFAULT_BYTES if costs is None else costs.step_bytes
+    with out.progress("roofline", 1.0) as bar:
+        measured = measure(num_bytes, threads, fresh=fresh, progress=bar.advance)
+    line = measured.roofline
+    rows: list[tuple[str, int, float, str]] = [
+        (
+            f"stream of {format_bytes(stream.num_bytes)}",
+            stream.threads,
+            stream.bytes_s / 1e9,
+            "GB/s",
+        )
+        for stream in line.streams
+        if stream.num_bytes == num_bytes
+    ]
+    rows += [
+        (f"{rate.level} {rate.arithmetic}", rate.threads, rate.macs_s / 1e9, "GMAC/s")
+        for rate in line.matrices
+    ]
+    for handover in line.handovers:
+        if handover.threads == 1:
+            continue  # nobody to hand anything to
+        rows.append(
+            ("hand-over to running threads", handover.threads, handover.running_s * 1e6, "us")
+        )
+        rows.append(
+            ("hand-over to sleeping threads", handover.threads, handover.asleep_s * 1e6, "us")
+        )
+    limits = None if costs is None else line.limits(costs)
+    if limits is not None:
+        rows += [
+            (label, threads, limits[key] * scale, unit)
+            for label, key, scale, unit in (
+                ("limit of decode, batch 1", "decode_tok_s", 1, "tok/s"),
+                ("limit of prefill", "prefill_tok_s", 1, "tok/s"),
+                ("hand-overs of a decode step", "handover_s", 1e6, "us"),
+            )
+        ]
+    out.table(
+        "roofline" + (", measured earlier (--fresh measures again)" if measured.is_cached else ""),
+        ("", "threads", "", ""),
+        [(label, count, number(value, 4), unit) for label, count, value, unit in rows],
+    )
+    return {
+        **msgspec.to_builtins(line),
+        "is_cached": measured.is_cached,
+        "path": None if measured.path is None else str(measured.path),
+        "num_bytes": num_bytes,
+        "bandwidth_bytes_s": line.bytes_s(num_bytes),
+        "limits": limits,
     }
 
 
