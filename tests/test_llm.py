@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -177,6 +178,129 @@ def test_bad_settings_are_refused_before_loading() -> None:
     ):
         with pytest.raises(ConfigError, match=next(iter(settings))):
             LLM("toy", **settings)
+
+
+@pytest.mark.parametrize("prompts", [None, 5, b"abc", {"a": 1}, {1, 2}, [None], [b"abc"], [1.0]])
+def test_prompts_of_a_wrong_type_are_named(llm: LLM, prompts: object) -> None:
+    with pytest.raises(RequestError, match=r"prompts?\b.*(allowed: a text|found)"):
+        llm.generate(prompts)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="prompt"):
+        next(llm.stream(prompts))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("messages", "field"),
+    [
+        ("hi", "messages"),
+        (None, "messages"),
+        ([], "messages"),
+        ({"role": "user", "content": "hi"}, "messages"),
+        (["hi"], "messages[0]"),
+        ([{"content": "hi"}], "messages[0].role"),
+        ([{"role": "user"}], "messages[0].content"),
+        (
+            [{"role": "user", "content": "hi"}, {"role": "user", "content": 5}],
+            "messages[1].content",
+        ),
+    ],
+)
+def test_messages_of_a_wrong_type_are_named(llm: LLM, messages: object, field: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        llm.chat(messages)  # type: ignore[arg-type]
+    assert caught.value.param == field
+    assert str(caught.value).startswith(f"{field}: ")
+    assert "allowed: " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"params": {"max_tokens": 5}}, "params: {'max_tokens': 5} is not allowed; allowed: Samp"),
+        ({"params": "greedy"}, "params: 'greedy' is not allowed; allowed: SamplingParams"),
+        ({"params": ["greedy"]}, "params: 'greedy' is not allowed; allowed: SamplingParams"),
+        ({"stop": 5}, "stop: 5 is not allowed; allowed: a text or a list of texts"),
+        ({"stop": ["a", 5]}, "stop: ['a', 5] is not allowed; allowed: a text or a list of texts"),
+        ({"stop": b"a"}, "stop: b'a' is not allowed; allowed: a text or a list of texts"),
+        ({"n": "2"}, "n: '2' is not allowed; allowed: an integer >= 1"),
+        ({"n": 1.0}, "n: 1.0 is not allowed; allowed: an integer >= 1"),
+        ({"n": True}, "n: True is not allowed; allowed: an integer >= 1"),
+        ({"progress": "bar"}, "progress: 'bar' is not allowed; allowed: a function"),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_named(
+    llm: LLM, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((RequestError, ConfigError)) as caught:
+        llm.generate("abc", **arguments)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", "5"),
+        ("max_tokens", 5.0),
+        ("max_tokens", None),
+        ("max_tokens", True),
+        ("min_tokens", [1]),
+        ("temperature", "hot"),
+        ("temperature", None),
+        ("top_k", 1.5),
+        ("top_p", "1"),
+        ("min_p", True),
+        ("repetition_penalty", "1"),
+        ("presence_penalty", {}),
+        ("frequency_penalty", None),
+        ("logit_bias", [1, 2]),
+        ("allowed_token_ids", 5),
+        ("banned_token_ids", None),
+        ("stop_token_ids", "abc"),
+        ("ignore_eos", 1),
+        ("seed", "1"),
+        ("logprobs", True),
+        ("prompt_logprobs", 1.0),
+    ],
+)
+def test_sampling_params_of_a_wrong_type_are_named(field: str, value: object) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
+    assert caught.value.param == field
+    assert str(caught.value).startswith(f"{field}: {value!r} is not allowed; allowed: ")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": None}, "model: None is not allowed; allowed: a text"),
+        ({"weights": 8}, "weights: 8 is not allowed; allowed: a text"),
+        ({"threads": "2"}, "threads: '2' is not allowed; allowed: an integer from 1 to 1024"),
+        ({"threads": True}, "threads: True is not allowed; allowed: an integer from 1 to 1024"),
+        ({"max_model_len": 64.0}, "max_model_len: 64.0 is not allowed; allowed: an integer >= 1"),
+        ({"max_model_len": 0}, "max_model_len: 0 is not allowed; allowed: an integer >= 1"),
+        (
+            {"memory_utilization": "all"},
+            "memory_utilization: 'all' is not allowed; allowed: a numb",
+        ),
+        ({"kv_bytes": 1e9}, "kv_bytes: 1000000000.0 is not allowed; allowed: an integer >= 1"),
+        ({"prefix_cache": "no"}, "prefix_cache: 'no' is not allowed; allowed: True or False"),
+        ({"draft": None}, "draft: None is not allowed; allowed: off, ngram"),
+        ({"progress": 1}, "progress: 1 is not allowed; allowed: a function"),
+        (
+            {"max_prefill_chunk": -1},
+            "max_prefill_chunk: -1 is not allowed; allowed: an integer from 0 (whole prompts)",
+        ),
+    ],
+)
+def test_settings_of_a_wrong_type_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LLM(**{"model": "toy", **settings})
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("chunk", [0, None])
+def test_no_chunk_means_whole_prompts(chunk: int | None) -> None:
+    with LLM("toy", max_model_len=64, max_prefill_chunk=chunk) as model:
+        assert model._engine.config.max_prefill_chunk is None
 
 
 def test_a_closed_llm_says_so() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 import re
 
 from trivet.errors import ConfigError
@@ -79,10 +80,22 @@ class KVFormat(enum.StrEnum):
             raise ConfigError("kv", name, ", ".join(cls)) from None
 
 
-def _check_range(field: str, value: float, low: float, high: float | None = None) -> None:
-    if value < low or (high is not None and value > high):
-        allowed = f">= {low}" if high is None else f"{low} to {high}"
-        raise ConfigError(field, value, allowed)
+def _check_integer(
+    field: str, value: object, low: int, high: int | None = None, *, low_means: str = ""
+) -> None:
+    top = math.inf if high is None else high
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= top:
+        allowed = f">= {low}" if high is None else f"from {low}{low_means} to {high}"
+        raise ConfigError(field, value, f"an integer {allowed}")
+
+
+def _check_text(field: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise ConfigError(field, value, "a text")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,12 +109,14 @@ class ModelConfig:
     max_model_len: int | None = None  # None: the model's own context
 
     def __post_init__(self) -> None:
+        _check_text("model", self.model)
+        _check_text("weights", self.weights)
         if self.weights != "auto":
             WeightFormat.parse(self.weights)
         if self.threads is not None:
-            _check_range("threads", self.threads, 1, 1024)
+            _check_integer("threads", self.threads, 1, 1024)
         if self.max_model_len is not None:
-            _check_range("max_model_len", self.max_model_len, 1)
+            _check_integer("max_model_len", self.max_model_len, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,7 +126,8 @@ class EngineConfig:
     max_model_len      tokens of one request, prompt and output together
     max_num_seqs       requests that run at the same time
     max_step_tokens    rows of one step (token budget)
-    max_prefill_chunk  rows of one request's prefill in one step; None: whole prompts (no chunking)
+    max_prefill_chunk  rows of one request's prefill in one step; None or 0: whole prompts (no
+                       chunking), and reads as None
     max_waiting        queue length beyond which admission answers 429
     draft              ``off`` or ``ngram``
     draft_tokens       most draft tokens per request and step
@@ -128,14 +144,19 @@ class EngineConfig:
     draft_tokens: int = 4
 
     def __post_init__(self) -> None:
-        _check_range("max_model_len", self.max_model_len, 1)
-        _check_range("num_pages", self.num_pages, 1)
-        _check_range("max_num_seqs", self.max_num_seqs, 1, 4096)
-        _check_range("max_step_tokens", self.max_step_tokens, 1, 65536)
+        _check_integer("max_model_len", self.max_model_len, 1)
+        _check_integer("num_pages", self.num_pages, 1)
+        _check_integer("max_num_seqs", self.max_num_seqs, 1, 4096)
+        _check_integer("max_step_tokens", self.max_step_tokens, 1, 65536)
         if self.max_prefill_chunk is not None:
-            _check_range("max_prefill_chunk", self.max_prefill_chunk, 1, 65536)
-        _check_range("max_waiting", self.max_waiting, 0)
-        _check_range("draft_tokens", self.draft_tokens, 1, 32)
+            whole = " (whole prompts)"
+            _check_integer("max_prefill_chunk", self.max_prefill_chunk, 0, 65536, low_means=whole)
+            if self.max_prefill_chunk == 0:
+                object.__setattr__(self, "max_prefill_chunk", None)
+        _check_integer("max_waiting", self.max_waiting, 0)
+        _check_integer("draft_tokens", self.draft_tokens, 1, 32)
+        if not isinstance(self.prefix_cache, bool):
+            raise ConfigError("prefix_cache", self.prefix_cache, "True or False")
         if self.draft not in ("off", "ngram"):
             raise ConfigError("draft", self.draft, "off, ngram")
 
@@ -148,10 +169,11 @@ class MemoryConfig:
     kv_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.memory_utilization <= 1.0:
-            raise ConfigError("memory_utilization", self.memory_utilization, "above 0, up to 1")
+        share = self.memory_utilization
+        if not _is_number(share) or not 0.0 < share <= 1.0:
+            raise ConfigError("memory_utilization", share, "a number above 0, up to 1")
         if self.kv_bytes is not None:
-            _check_range("kv_bytes", self.kv_bytes, 1)
+            _check_integer("kv_bytes", self.kv_bytes, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,8 +200,8 @@ class ServerConfig:
     request_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        _check_range("port", self.port, 0, 65535)
-        _check_range("max_body_bytes", self.max_body_bytes, 1024)
+        _check_integer("port", self.port, 0, 65535)
+        _check_integer("max_body_bytes", self.max_body_bytes, 1024)
         if not self.drain_timeout_s >= 0:  # refuses nan too
             raise ConfigError("drain_timeout_s", self.drain_timeout_s, ">= 0")
         if self.request_timeout_s is not None and not self.request_timeout_s > 0:

@@ -62,6 +62,14 @@ class RequestError(TrivetError):
         self.status = status
         self.code = code
 
+    @classmethod
+    def refused(cls, field: str, value: object, allowed: str) -> RequestError:
+        """A field whose value or type is not allowed, in `ConfigError`'s words."""
+        shown = repr(value)
+        if len(shown) > 80:
+            shown = shown[:77] + "..."
+        return cls(f"{field}: {shown} is not allowed; allowed: {allowed}", field)
+
 
 class QuantError(TrivetError):
     """A weight cannot be quantized as asked."""

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 
@@ -215,7 +216,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str,
+        model: str | os.PathLike[str],
         weights: str = "auto",
         kv: str = "bf16",
         threads: int | None = None,
@@ -231,8 +232,9 @@ class LLM:
         draft_tokens: int = 4,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
+        _check_callable("progress", progress)
         config = ModelConfig(
-            model=str(model),
+            model=os.fspath(model) if isinstance(model, os.PathLike) else model,
             weights=weights,
             kv=KVFormat.parse(kv),
             threads=threads,
@@ -241,11 +243,11 @@ class LLM:
         memory = MemoryConfig(memory_utilization=memory_utilization, kv_bytes=kv_bytes)
         # Checks the limits before the model is loaded; the page count is not known yet.
         limits = EngineConfig(
-            max_model_len=max_model_len or 1,
+            max_model_len=1 if max_model_len is None else max_model_len,
             num_pages=1,
             max_num_seqs=max_num_seqs,
             max_step_tokens=max_step_tokens,
-            max_prefill_chunk=max_prefill_chunk or None,
+            max_prefill_chunk=max_prefill_chunk,
             prefix_cache=prefix_cache,
             draft=draft,
             draft_tokens=draft_tokens,
@@ -318,12 +320,14 @@ class LLM:
         n         choices per prompt
         progress  called with the number of tokens just produced
         Returns n outputs per prompt, in order.
-        Raises RequestError: a prompt or parameter cannot be served; EngineError: a request failed.
+        Raises RequestError: a prompt or parameter cannot be served; ConfigError: n, progress or the
+        number of params; EngineError: a request failed.
         """
         self._check_open()
+        _check_callable("progress", progress)
         items = self._as_list(prompts)
         per_prompt = self._params_for(items, params)
-        if n < 1:
+        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
             raise ConfigError("n", n, "an integer >= 1")
         choices: list[_Choice] = []
         try:
@@ -354,8 +358,10 @@ class LLM:
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, with the beginning of the answer.
 
-        Raises RequestError: the model has no chat template, or the template refuses the messages.
+        Raises RequestError: these are no messages, the model has no chat template, or the template
+        refuses the messages.
         """
+        _check_messages(messages)
         tokenizer = self.model.tokenizer
         text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
         return tokenizer.encode(text, add_special_tokens=False)
@@ -401,6 +407,9 @@ class LLM:
     def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         if isinstance(prompts, str):
             return [prompts]
+        if not _is_list(prompts):
+            allowed = "a text, a list of token ids, or a list of texts and of lists of token ids"
+            raise RequestError.refused("prompts", prompts, allowed)
         items = list(prompts)
         if items and all(isinstance(item, int) for item in items):
             return [_token_ids(items)]
@@ -412,6 +421,8 @@ class LLM:
     ) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * len(items)
+        if not _is_list(params):
+            raise RequestError.refused("params", params, "SamplingParams, or a list of them")
         if len(params) != len(items):
             raise ConfigError(
                 "params", len(params), f"one, or one for each of {len(items)} prompts"
@@ -420,7 +431,10 @@ class LLM:
 
     @staticmethod
     def _seeded(params: SamplingParams | None) -> SamplingParams:
-        params = params or SamplingParams()
+        if params is None:
+            params = SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise RequestError.refused("params", params, "SamplingParams")
         if params.seed is not None:
             return params
         return msgspec.structs.replace(params, seed=secrets.randbelow(_MAX_SEED))
@@ -443,7 +457,9 @@ class LLM:
         ends = set(params.stop_token_ids)
         if not params.ignore_eos:
             ends |= self._model.runner.eos_ids
-        stops = [stop] if isinstance(stop, str) else list(stop)
+        stops = [stop] if isinstance(stop, str) else stop
+        if not _is_list(stops) or not all(isinstance(text, str) for text in stops):
+            raise RequestError.refused("stop", stop, "a text or a list of texts")
         if "" in stops:
             raise RequestError("stop: an empty string; leave it out to have none", "stop")
         stream = TextStream(tokenizer.detokenizer(), stops, ends)
@@ -485,11 +501,35 @@ class LLM:
                 self._engine.abort(choice.request.request_id)
 
 
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+
+
+def _check_callable(field: str, value: object) -> None:
+    if value is not None and not callable(value):
+        raise ConfigError(field, value, "a function")
+
+
+def _check_messages(messages: object) -> None:
+    allowed = "a list of at least one dict with role and content, both texts"
+    if not _is_list(messages) or not messages:
+        raise RequestError.refused("messages", messages, allowed)
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise RequestError.refused(f"messages[{index}]", message, allowed)
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise RequestError.refused(f"messages[{index}].{key}", message.get(key), "a text")
+
+
 def _token_ids(prompt: object) -> list[int]:
-    ids: list[Any] = list(prompt) if isinstance(prompt, Sequence) else [prompt]
-    for item in ids:
+    if not _is_list(prompt):
+        raise _no_prompt(prompt)
+    for item in prompt:
         if not isinstance(item, int) or isinstance(item, bool):
-            raise RequestError(
-                f"a prompt is a text or a list of token ids, found {item!r:.60}", "prompt"
-            )
-    return ids
+            raise _no_prompt(item)
+    return list(prompt)
+
+
+def _no_prompt(found: object) -> RequestError:
+    return RequestError(f"a prompt is a text or a list of token ids, found {found!r:.60}", "prompt")

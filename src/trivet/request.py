@@ -19,6 +19,8 @@ import enum
 
 import msgspec
 
+from trivet.errors import RequestError
+
 
 class FinishReason(enum.StrEnum):
     """Why a request is finished."""
@@ -27,8 +29,34 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"  # max_tokens or the context is exhausted
 
 
+_INTEGER, _NUMBER = "an integer", "a number"
+_OPTIONAL_INTEGER, _TOKEN_IDS = "an integer or None", "a list of token ids"
+_SAMPLING_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "max_tokens": ((int,), _INTEGER),
+    "min_tokens": ((int,), _INTEGER),
+    "temperature": ((int, float), _NUMBER),
+    "top_k": ((int,), _INTEGER),
+    "top_p": ((int, float), _NUMBER),
+    "min_p": ((int, float), _NUMBER),
+    "repetition_penalty": ((int, float), _NUMBER),
+    "presence_penalty": ((int, float), _NUMBER),
+    "frequency_penalty": ((int, float), _NUMBER),
+    "logit_bias": ((dict,), "a dict from token ids to numbers"),
+    "allowed_token_ids": ((list, tuple, type(None)), f"{_TOKEN_IDS} or None"),
+    "banned_token_ids": ((list, tuple), _TOKEN_IDS),
+    "stop_token_ids": ((list, tuple), _TOKEN_IDS),
+    "ignore_eos": ((bool,), "True or False"),
+    "seed": ((int, type(None)), _OPTIONAL_INTEGER),
+    "logprobs": ((int, type(None)), _OPTIONAL_INTEGER),
+    "prompt_logprobs": ((int, type(None)), _OPTIONAL_INTEGER),
+}
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are drawn. Validated by `trivet.native.sampling.check_sampling_params`.
+    """How tokens are drawn.
+
+    A field of another type is a RequestError here; ranges, which depend on the vocabulary, are checked
+    by `trivet.native.sampling.check_sampling_params` when a request is added.
 
     The token at an absolute position is a function of (logits, these parameters, seed, choice index,
     position) and of nothing else (invariant I2). ``seed`` None means: the gateway or `LLM` draws one
@@ -52,6 +80,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     seed: int | None = None
     logprobs: int | None = None  # None: none; k: the chosen token and the k most likely
     prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        for field, (types, allowed) in _SAMPLING_TYPES.items():
+            value = getattr(self, field)
+            if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+                raise RequestError.refused(field, value, allowed)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

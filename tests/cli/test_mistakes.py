@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 import time
@@ -26,6 +27,10 @@ MISTAKES = [
     (["generate", "MODEL", "--prompt", "a", "--max-model-len", "100000"], "max_model_len"),
     (["generate", "MODEL", "--prompt", "a", "--kv-bytes", "1"], "kv_bytes"),
     (["generate", "MODEL", "--prompt-file", "absent.txt"], "absent.txt"),
+    (["generate", "MODEL", "--prompt-file", "latin1.txt"], "latin1.txt: is not UTF-8 text"),
+    (["generate", "MODEL", "--prompt-file", "-"], r"standard input: b'\xe9' is not allowed"),
+    (["chat", "MODEL"], r"standard input: b'\xe9' is not allowed; allowed: UTF-8"),
+    (["serve", "MODEL", "--max-prefill-chunk", "-1"], "an integer from 0 (whole prompts) to 65536"),
     (["generate", "absent-model", "--prompt", "a"], "absent-model"),
     (["generate", "absent.toml", "--prompt", "a"], "absent.toml"),
     (["generate"], "MODEL"),
@@ -74,6 +79,10 @@ def test_a_mistake_is_one_line_and_exit_2(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("latin1.txt").write_bytes(b"caf\xe9")
+    # As Python opens it where the locale is C: bytes that are no UTF-8 become lone surrogates.
+    stdin = io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8", errors="surrogateescape")
+    monkeypatch.setattr(sys, "stdin", stdin)
     names = {"MODEL": str(tiny_model), "OUT": str(tmp_path / "out")}
     assert main([names.get(word, word) for word in words]) == 2
     captured = capsys.readouterr()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import re
 
 import httpx
@@ -146,6 +147,24 @@ def test_body_limit(is_chunked: bool) -> None:
         assert answer.status_code == 413
         assert answer.json()["error"]["code"] == "body_too_large"
         assert client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate", "GZIP", "gzip, identity", "br"])
+def test_a_compressed_body_is_refused_by_name(coding: str) -> None:
+    with toy_server() as server, httpx.Client(base_url=server.url) as client:
+        body = gzip.compress(b'{"prompt": "hello", "max_tokens": 2}')
+        answer = client.post("/v1/completions", content=body, headers={"content-encoding": coding})
+        assert answer.status_code == 415
+        error = answer.json()["error"]
+        assert error["code"] == "unsupported_content_encoding"
+        assert repr(coding) in error["message"]
+        assert answer.headers["accept-encoding"] == "identity"
+        plain = client.post(
+            "/v1/completions",
+            json={"prompt": "hello", "max_tokens": 2},
+            headers={"content-encoding": "Identity"},
+        )
+        assert plain.status_code == 200
 
 
 def test_two_workers_share_the_load() -> None:

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trivet.cli import generate, options
+from trivet.cli import options
+from trivet.cli.generate import output_json
+from trivet.cli.inputs import read_stdin
 from trivet.cli.output import Output
 
 if TYPE_CHECKING:
@@ -16,22 +18,23 @@ if TYPE_CHECKING:
 
 
 def chat(
+    context: typer.Context,
     model: options.ModelArgument,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
-    max_tokens: generate.MaxTokens = 512,
-    temperature: generate.Temperature = 0.0,
-    top_k: generate.TopK = 0,
-    top_p: generate.TopP = 1.0,
-    min_p: generate.MinP = 0.0,
-    repetition_penalty: generate.RepetitionPenalty = 1.0,
-    seed: generate.Seed = None,
+    max_tokens: options.MaxTokens = 512,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    seed: options.Seed = None,
     weights: options.Weights = None,
     kv: options.KV = None,
     draft: options.Draft = None,
     draft_tokens: options.DraftTokens = None,
     threads: options.Threads = None,
     max_model_len: options.MaxModelLen = None,
-    max_num_seqs: generate.OneSeq = 1,
+    max_num_seqs: options.OneSeq = 1,
     memory_utilization: options.MemoryUtilization = None,
     kv_bytes: options.KVBytes = None,
     json: options.Json = False,
@@ -41,37 +44,18 @@ def chat(
     Type /reset to begin again and /exit (or Ctrl-D) to leave.
     """
     from trivet.llm import LLM
-    from trivet.request import SamplingParams
 
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-    )
-    name, chosen = options.settings(
-        model,
-        weights=weights,
-        kv=kv,
-        draft=draft,
-        draft_tokens=draft_tokens,
-        threads=threads,
-        max_model_len=max_model_len,
-        memory_utilization=memory_utilization,
-        kv_bytes=kv_bytes,
-    )
+    params = options.sampling_of(context)
+    name, chosen = options.settings_of(context)
     out = Output(json)
     is_terminal = sys.stdin.isatty()
-    piped = None if is_terminal else sys.stdin.read().strip()
+    piped = None if is_terminal else read_stdin().strip()
     if piped == "":
         from trivet.errors import ConfigError
 
         raise ConfigError("standard input", "", "a message")
     with out.loading() as loading:
-        llm = LLM(name, max_num_seqs=max_num_seqs, progress=loading, **chosen)
+        llm = LLM(name, progress=loading, **chosen)
     messages = [{"role": "system", "content": system}] if system else []
     with llm:
         if piped is not None:
@@ -80,7 +64,7 @@ def chat(
             if output is None:
                 raise typer.Abort
             messages.append({"role": "assistant", "content": answer})
-            out.result({**generate.output_json(output), "messages": messages})
+            out.result({**output_json(output), "messages": messages})
             return 0
         out.note(f"{name}, weights {llm.model.weights_form}, kv {llm.kv}. /exit leaves.")
         first = list(messages)

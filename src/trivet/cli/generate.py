@@ -9,33 +9,12 @@ from typing import Annotated, Any
 import typer
 
 from trivet.cli import options
+from trivet.cli.inputs import read_text
 from trivet.cli.output import Output
-
-MaxTokens = Annotated[int, typer.Option("--max-tokens", metavar="N", help="Most tokens produced.")]
-Temperature = Annotated[
-    float, typer.Option("--temperature", metavar="T", help="0 takes the most likely token.")
-]
-TopK = Annotated[int, typer.Option("--top-k", metavar="K", help="0: off.")]
-TopP = Annotated[float, typer.Option("--top-p", metavar="P", help="1: off.")]
-MinP = Annotated[float, typer.Option("--min-p", metavar="P", help="0: off.")]
-RepetitionPenalty = Annotated[
-    float, typer.Option("--repetition-penalty", metavar="R", help="1: off.")
-]
-PresencePenalty = Annotated[float, typer.Option("--presence-penalty", metavar="R")]
-FrequencyPenalty = Annotated[float, typer.Option("--frequency-penalty", metavar="R")]
-Seed = Annotated[
-    int | None, typer.Option("--seed", metavar="S", help="[default: drawn, and returned]")
-]
-Stop = Annotated[
-    list[str] | None, typer.Option("--stop", metavar="TEXT", help="Stop string; once for each.")
-]
-OneSeq = Annotated[
-    int, typer.Option("--max-num-seqs", metavar="N", help="Memory for so many requests at once.")
-]
-IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the end token.")]
 
 
 def generate(
+    context: typer.Context,
     model: options.ModelArgument,
     prompt: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Raw text to continue.")
@@ -46,17 +25,17 @@ def generate(
     chat: Annotated[
         str | None, typer.Option(metavar="TEXT", help="A user's message, put in the chat template.")
     ] = None,
-    max_tokens: MaxTokens = 128,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    presence_penalty: PresencePenalty = 0.0,
-    frequency_penalty: FrequencyPenalty = 0.0,
-    seed: Seed = None,
-    stop: Stop = None,
-    ignore_eos: IgnoreEos = False,
+    max_tokens: options.MaxTokens = 128,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    presence_penalty: options.PresencePenalty = 0.0,
+    frequency_penalty: options.FrequencyPenalty = 0.0,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    ignore_eos: options.IgnoreEos = False,
     logprobs: Annotated[
         int | None, typer.Option(metavar="K", help="With --json: the K most likely of each token.")
     ] = None,
@@ -66,7 +45,7 @@ def generate(
     draft_tokens: options.DraftTokens = None,
     threads: options.Threads = None,
     max_model_len: options.MaxModelLen = None,
-    max_num_seqs: OneSeq = 1,
+    max_num_seqs: options.OneSeq = 1,
     memory_utilization: options.MemoryUtilization = None,
     kv_bytes: options.KVBytes = None,
     json: options.Json = False,
@@ -74,40 +53,17 @@ def generate(
     """Complete one prompt and print the text."""
     from trivet.errors import ConfigError
     from trivet.llm import LLM
-    from trivet.request import SamplingParams
 
     given = {"--prompt": prompt, "--prompt-file": prompt_file, "--chat": chat}
     sources = [flag for flag, value in given.items() if value is not None]
     if len(sources) != 1:
         raise ConfigError("prompt", " ".join(sources), f"exactly one of {', '.join(given)}")
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        seed=seed,
-        ignore_eos=ignore_eos,
-        logprobs=logprobs,
-    )
-    text = _read_prompt(prompt_file) if prompt_file is not None else prompt
-    name, chosen = options.settings(
-        model,
-        weights=weights,
-        kv=kv,
-        draft=draft,
-        draft_tokens=draft_tokens,
-        threads=threads,
-        max_model_len=max_model_len,
-        memory_utilization=memory_utilization,
-        kv_bytes=kv_bytes,
-    )
+    params = options.sampling_of(context)
+    text = read_text(prompt_file) if prompt_file is not None else prompt
+    name, chosen = options.settings_of(context)
     out = Output(json)
     with out.loading() as loading:
-        llm = LLM(name, max_num_seqs=max_num_seqs, progress=loading, **chosen)
+        llm = LLM(name, progress=loading, **chosen)
     with llm:
         ids = (
             llm.chat_prompt([{"role": "user", "content": chat}])
@@ -158,16 +114,3 @@ def output_json(output: Any) -> dict[str, Any]:
             for entry in output.logprobs
         ]
     return result
-
-
-def _read_prompt(path: Path) -> str:
-    from trivet.errors import CheckpointError
-
-    try:
-        if str(path) == "-":
-            return sys.stdin.read()
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(path, f"cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise CheckpointError(path, "is not UTF-8 text") from None

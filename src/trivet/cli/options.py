@@ -2,14 +2,21 @@
 
 A default of None means: the recipe's value when MODEL is a recipe, else the verb's default, which the
 help names. Second names of an option are vLLM's.
+
+A verb names its options in its signature, where typer looks for them; what it hands on as a whole, the
+settings and the sampling parameters, it takes from typer's context through `settings_of` and
+`sampling_of`, so that the names stand once.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from trivet.request import SamplingParams
 
 ModelArgument = Annotated[
     str,
@@ -90,6 +97,28 @@ DraftTokens = Annotated[
         help="Most draft tokens of a request in one step.  [default: 4]",
     ),
 ]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", metavar="N", help="Most tokens produced.")]
+Temperature = Annotated[
+    float, typer.Option("--temperature", metavar="T", help="0 takes the most likely token.")
+]
+TopK = Annotated[int, typer.Option("--top-k", metavar="K", help="0: off.")]
+TopP = Annotated[float, typer.Option("--top-p", metavar="P", help="1: off.")]
+MinP = Annotated[float, typer.Option("--min-p", metavar="P", help="0: off.")]
+RepetitionPenalty = Annotated[
+    float, typer.Option("--repetition-penalty", metavar="R", help="1: off.")
+]
+PresencePenalty = Annotated[float, typer.Option("--presence-penalty", metavar="R")]
+FrequencyPenalty = Annotated[float, typer.Option("--frequency-penalty", metavar="R")]
+Seed = Annotated[
+    int | None, typer.Option("--seed", metavar="S", help="[default: drawn, and returned]")
+]
+Stop = Annotated[
+    list[str] | None, typer.Option("--stop", metavar="TEXT", help="Stop string; once for each.")
+]
+OneSeq = Annotated[
+    int, typer.Option("--max-num-seqs", metavar="N", help="Memory for so many requests at once.")
+]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the end token.")]
 Json = Annotated[
     bool, typer.Option("--json", help="One JSON object as the last line of standard output.")
 ]
@@ -113,3 +142,27 @@ def settings(model: str, **given: Any) -> tuple[str, dict[str, Any]]:
     if "kv" in merged:
         merged["kv"] = _KV_NAMES.get(merged["kv"], merged["kv"])
     return model, merged
+
+
+_SETTINGS = frozenset(
+    (
+        "weights", "kv", "workers", "draft", "draft_tokens", "threads", "max_model_len",
+        "max_num_seqs", "max_step_tokens", "max_prefill_chunk", "max_waiting",
+        "memory_utilization", "kv_bytes",
+    )
+)  # fmt: skip
+
+
+def settings_of(context: typer.Context) -> tuple[str, dict[str, Any]]:
+    """`settings` of a verb with a MODEL: all of its options that set something about it."""
+    given = {name: value for name, value in context.params.items() if name in _SETTINGS}
+    return settings(context.params["model"], **given)
+
+
+def sampling_of(context: typer.Context) -> SamplingParams:
+    """The sampling parameters among a verb's options. Raises RequestError."""
+    from trivet.request import SamplingParams
+
+    names = frozenset(SamplingParams.__struct_fields__)
+    given = {name: value for name, value in context.params.items() if name in names}
+    return SamplingParams(**given)

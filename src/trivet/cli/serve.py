@@ -10,6 +10,7 @@ from trivet.cli import options
 
 
 def serve(
+    context: typer.Context,
     model: options.ModelArgument,
     weights: options.Weights = None,
     kv: options.KV = None,
@@ -66,22 +67,7 @@ def serve(
     from trivet.config import KVFormat, MemoryConfig, ModelConfig, ServerConfig
     from trivet.gateway import serve as run_server
 
-    name, chosen = options.settings(
-        model,
-        weights=weights,
-        kv=kv,
-        workers=workers,
-        draft=draft,
-        draft_tokens=draft_tokens,
-        threads=threads,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_step_tokens=max_step_tokens,
-        max_prefill_chunk=max_prefill_chunk,
-        max_waiting=max_waiting,
-        memory_utilization=memory_utilization,
-        kv_bytes=kv_bytes,
-    )
+    name, chosen = options.settings_of(context)
 
     def take(*names: str) -> dict[str, Any]:
         return {name: chosen.pop(name) for name in names if name in chosen}
@@ -89,8 +75,6 @@ def serve(
     memory = MemoryConfig(**take("memory_utilization", "kv_bytes"))
     model_settings = take("weights", "threads", "max_model_len")
     model_settings["kv"] = KVFormat.parse(chosen.pop("kv", "bf16"))
-    if chosen.get("max_prefill_chunk") == 0:
-        chosen["max_prefill_chunk"] = None
     config = ServerConfig(
         model=ModelConfig(model=name, **model_settings),
         memory=memory,

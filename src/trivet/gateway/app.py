@@ -1,8 +1,9 @@
 """The HTTP side: routes, admission, and what is common to all requests (key, size, ids, errors).
 
 `Gateway` holds the state of one server: its workers, its tokenizer (absent while loading), its metrics,
-and whether it is draining. The order of checks of a generation is: key, body size, form of the body,
-model name, readiness, tokens of the prompt, room in a queue. Prompts are never logged.
+and whether it is draining. The order of checks of a generation is: key, body size, content coding,
+form of the body, model name, readiness, tokens of the prompt, room in a queue. Prompts are never
+logged.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -451,6 +452,7 @@ class _Front:
 
         try:
             self._check(scope["path"], headers)
+            _check_encoding(scope["headers"])
             scope["max_body_bytes"] = self._gateway.config.max_body_bytes
             await self._app(scope, receive, send_marked)
         except RequestError as error:
@@ -472,6 +474,18 @@ class _Front:
         limit = self._gateway.config.max_body_bytes
         if length.isdigit() and int(length[:20]) > limit:
             raise _too_large(limit)
+
+
+def _check_encoding(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Raises RequestError 415: the body is compressed, which nobody here would undo."""
+    for name, value in headers:
+        coding = value.decode("latin-1").strip()
+        if name == b"content-encoding" and coding.lower() not in ("", "identity"):
+            raise RequestError(
+                f"Content-Encoding: {coding[:60]!r} is not supported; allowed: identity",
+                status=415,
+                code="unsupported_content_encoding",
+            )
 
 
 def _too_large(limit: int) -> RequestError:

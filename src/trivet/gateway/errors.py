@@ -46,6 +46,8 @@ def error_response(error: RequestError) -> JSONResponse:
         headers["retry-after"] = str(RETRY_AFTER_S)
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
+    if error.status == 415:
+        headers["accept-encoding"] = "identity"
     if error.status == 413:
         headers["connection"] = "close"
     return JSONResponse(error_body(error), status_code=error.status, headers=headers)

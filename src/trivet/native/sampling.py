@@ -30,23 +30,16 @@ __all__ = [
 _MAX_TOKENS = 2**31 - 1
 
 
-def _refuse(field: str, value: object, allowed: str) -> RequestError:
-    shown = repr(value)
-    if len(shown) > 80:
-        shown = shown[:77] + "..."
-    return RequestError(f"{field}: {shown} is not allowed; allowed: {allowed}", field)
-
-
 def _check_int(field: str, value: object, low: int, high: int, allowed: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise _refuse(field, value, allowed)
+        raise RequestError.refused(field, value, allowed)
 
 
 def _check_float(field: str, value: object, low: float, high: float, allowed: str) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise _refuse(field, value, allowed)
+        raise RequestError.refused(field, value, allowed)
     if not low <= value <= high:  # also false for NaN
-        raise _refuse(field, value, allowed)
+        raise RequestError.refused(field, value, allowed)
 
 
 def _check_ids(field: str, ids: Iterable[object], vocab_size: int) -> None:
@@ -83,7 +76,9 @@ def check_sampling_params(params: SamplingParams, vocab_size: int) -> None:
     if allowed_ids is not None:
         _check_ids("allowed_token_ids", allowed_ids, vocab_size)
         if not set(allowed_ids) - set(params.banned_token_ids):
-            raise _refuse("allowed_token_ids", allowed_ids, "at least one token that is not banned")
+            raise RequestError.refused(
+                "allowed_token_ids", allowed_ids, "at least one token that is not banned"
+            )
     elif len(set(params.banned_token_ids)) >= vocab_size:
         raise RequestError("banned_token_ids: every token is banned", "banned_token_ids")
     if params.seed is not None:
