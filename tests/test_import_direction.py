@@ -14,7 +14,7 @@ ROOT = Path(trivet.__file__).parent
 
 # A part imports only parts of earlier rows and itself.
 ORDER = [
-    ["errors", "json_values", "text"],
+    ["errors", "json_values", "lazy", "text"],
     ["config"],
     ["request", "sizing", "recipe"],
     ["native"],

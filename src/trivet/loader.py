@@ -114,9 +114,11 @@ class LoadedModel:
 
     def new_drafter(self, config: EngineConfig, arena: Arena) -> Drafter | None:
         """The drafter that ``config.draft`` names, under the controller; None for ``off``."""
+        if config.draft == "off":
+            return None
         from trivet.speculate import make_drafter
 
-        return make_drafter(config, None if config.draft == "off" else self.step_time(arena))
+        return make_drafter(config, self.step_time(arena))
 
     def new_engine(self, config: EngineConfig, arena: Arena, drafter: Drafter | None) -> Engine:
         """An engine over this runner."""

@@ -8,21 +8,25 @@ or belonging to an installed package) in the user's cache folder.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from trivet.checkpoint.packed import CONTRACT_VERSION, PackedFile
-from trivet.checkpoint.source import ModelSource
+from trivet.checkpoint.header import CONTRACT_VERSION, PackedHeader
+from trivet.checkpoint.resolve import ModelSource, resolve_model
+from trivet.config import WeightFormat
 from trivet.errors import CheckpointError, ConfigError
 
 PACKER_VERSION = 1  # raised whenever packing the same file would give other bytes
 CACHE_VARIABLE = "TRIVET_CACHE"
+AUTO = "auto"  # the form that keeps the file's own grid
 _INSTALLED = ("site-packages", "dist-packages")
+_Packed = TypeVar("_Packed", bound=PackedHeader)
 
 
 def cache_key(source: ModelSource, requested: str) -> dict[str, Any]:
@@ -72,21 +76,39 @@ def user_cache() -> Path:
     return (Path(home) if home else Path.home() / ".cache") / "trivet"
 
 
-def find_cache(paths: list[Path], key: dict[str, Any]) -> tuple[PackedFile | None, str | None]:
-    """The first sound, current cache; else None and why those that exist cannot serve."""
-    reason = None
-    for path in paths:
-        if not path.exists():
-            continue
-        try:
-            packed = PackedFile.open(path)
-        except CheckpointError as error:
-            reason = error.reason
-            continue
-        if packed.header.get("key") == key:
-            return packed, None
-        reason = "the model has changed" if reason is None else reason
-    return None, reason
+@dataclasses.dataclass(frozen=True)
+class CacheQuery:
+    """The packed cache of one model in one form: what it must say of itself and where it may lie."""
+
+    source: ModelSource
+    key: dict[str, Any]
+    paths: list[Path]
+
+    @classmethod
+    def of(cls, model: str | os.PathLike[str], weights: WeightFormat | None) -> CacheQuery:
+        """For a model by its name; ``weights`` None keeps the file's own grid.
+
+        Raises CheckpointError: there is no such model; ConfigError: TRIVET_CACHE.
+        """
+        source = resolve_model(model)
+        requested = AUTO if weights is None else weights.name
+        return cls(source, cache_key(source, requested), cache_paths(source, requested))
+
+    def find(self, opener: Callable[[Path], _Packed]) -> tuple[_Packed | None, str | None]:
+        """The first sound, current cache; else None and why those that exist cannot serve."""
+        reason = None
+        for path in self.paths:
+            if not path.exists():
+                continue
+            try:
+                packed = opener(path)
+            except CheckpointError as error:
+                reason = error.reason
+                continue
+            if packed.header.get("key") == self.key:
+                return packed, None
+            reason = "the model has changed" if reason is None else reason
+        return None, reason
 
 
 @contextlib.contextmanager

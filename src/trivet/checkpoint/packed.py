@@ -1,7 +1,6 @@
 """The packed cache: one file with everything a start needs, mapped read-only.
 
-Layout, little endian: magic ``TRIVETPK``, u32 version, u32 CRC-32 of the header, u64 header length,
-the header as JSON, then blobs at offsets the header names. Tensors begin at multiples of 4096, their
+After the head (`trivet.checkpoint.header`) come tensors, which begin at multiples of 4096, their
 parts at multiples of 64. The file is written under a temporary name, flushed and renamed, so that a
 reader sees a whole file or none; a reader treats it as hostile all the same.
 """
@@ -12,9 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import mmap
 import os
-import struct
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,17 +21,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trivet.checkpoint.header import (
+    FILE_VERSION,
+    MAGIC,
+    PREAMBLE,
+    PackedHeader,
+    is_count,
+)
 from trivet.config import WeightFormat
 from trivet.errors import CheckpointError, ConfigError
 from trivet.native.packing import Layout, PackedWeight, ScaleType
 from trivet.native.weights import hadamard_width
 
-MAGIC = b"TRIVETPK"
-FILE_VERSION = 1
-CONTRACT_VERSION = 1  # of the numerics contract (HACKING.md); part of every numerics_id
-MAX_HEADER_BYTES = 256 << 20
 TENSOR_ALIGN, PART_ALIGN = 4096, 64
-_PREAMBLE = struct.Struct("<8sIIQ")
 _PARTS = ("codes", "scales", "minima", "zeros")
 
 
@@ -114,7 +113,7 @@ class PackedWriter:
         self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         self._file = self._temporary.open("wb")
         self._capacity = header_capacity
-        self._at = _aligned(_PREAMBLE.size + header_capacity, TENSOR_ALIGN)
+        self._at = _aligned(PREAMBLE.size + header_capacity, TENSOR_ALIGN)
         self._hash = hashlib.sha256()
         self.tensors: dict[str, PackedTensor] = {}
 
@@ -196,7 +195,7 @@ class PackedWriter:
         raw = raw.ljust(self._capacity)
         self._file.truncate(self._at)
         self._file.seek(0)
-        self._file.write(_PREAMBLE.pack(MAGIC, FILE_VERSION, zlib.crc32(raw), len(raw)) + raw)
+        self._file.write(PREAMBLE.pack(MAGIC, FILE_VERSION, zlib.crc32(raw), len(raw)) + raw)
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -234,41 +233,18 @@ def _tensors_json(tensors: Mapping[str, PackedTensor]) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class PackedFile:
-    """An opened packed file. ``buffer`` is the whole mapping, page-aligned and read-only."""
+class PackedFile(PackedHeader):
+    """An opened packed file whose tensors hold together."""
 
-    path: Path
-    header: Mapping[str, Any]
     tensors: Mapping[str, PackedTensor]
-    buffer: memoryview
 
     @classmethod
     def open(cls, path: Path) -> PackedFile:
         """Map a packed file. Raises CheckpointError when anything in it does not hold together."""
-        try:
-            with path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                preamble = file.read(_PREAMBLE.size)
-                if len(preamble) < _PREAMBLE.size or preamble[:8] != MAGIC:
-                    raise CheckpointError(path, "is not a packed cache (wrong magic)")
-                _, version, crc, length = _PREAMBLE.unpack(preamble)
-                if version != FILE_VERSION:
-                    raise CheckpointError(path, f"has version {version}, this is {FILE_VERSION}")
-                if length > min(MAX_HEADER_BYTES, size - _PREAMBLE.size):
-                    raise CheckpointError(path, f"claims a header of {length} bytes in {size}")
-                raw = file.read(length)
-                if zlib.crc32(raw) != crc:
-                    raise CheckpointError(path, "has a damaged header")
-                header = json.loads(raw)
-                buffer = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        except OSError as error:
-            raise CheckpointError(path, f"cannot be read: {error.strerror or error}") from None
-        except (ValueError, RecursionError):
-            raise CheckpointError(path, "has a header that is not JSON") from None
-        if not isinstance(header, dict) or header.get("file_size") != size:
-            raise CheckpointError(path, f"has {size} bytes, its header says otherwise")
-        tensors = _checked_tensors(path, header.get("tensors"), _PREAMBLE.size + length, size)
-        return cls(path, header, tensors, buffer)
+        head = PackedHeader.open(path)
+        entries, size = head.header.get("tensors"), len(head.buffer)
+        tensors = _checked_tensors(path, entries, head.begin, size)
+        return cls(path, head.header, head.begin, head.buffer, tensors)
 
     def floats(self, name: str) -> NDArray[np.float32]:
         """A view of an ``f32`` tensor, [n, k]. Raises CheckpointError when it is not there."""
@@ -296,18 +272,6 @@ class PackedFile:
             return None
         return np.frombuffer(self.buffer, np.float32, tensor.n, tensor.bias)
 
-    def bytes_at(self, key: str) -> bytes:
-        """A blob that the header names as ``{key: [offset, length]}``."""
-        place = self.header.get(key)
-        if (
-            not isinstance(place, list)
-            or len(place) != 2
-            or not all(map(_is_count, place))
-            or sum(place) > len(self.buffer)
-        ):
-            raise CheckpointError(self.path, f"has no sound entry {key}")
-        return bytes(self.buffer[place[0] : place[0] + place[1]])
-
     def content_sha256(self) -> str:
         """Hash of the tensors' bytes in file order, to compare with the header's ``content``."""
         parts = sorted(part for tensor in self.tensors.values() for part in tensor.parts())
@@ -315,10 +279,6 @@ class PackedFile:
         for offset, size in parts:
             digest.update(self.buffer[offset : offset + size])
         return digest.hexdigest()
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
 
 
 def _checked_tensors(path: Path, entries: Any, begin: int, size: int) -> dict[str, PackedTensor]:
@@ -351,7 +311,7 @@ def _check_tensor(name: str, tensor: PackedTensor) -> None:
     counts = [tensor.n, tensor.k, tensor.codes]
     optional = (tensor.scales, tensor.minima, tensor.zeros, tensor.sums, tensor.bias)
     counts += [offset for offset in optional if offset is not None]
-    if name != tensor.name or not all(map(_is_count, counts)):
+    if name != tensor.name or not all(map(is_count, counts)):
         raise ValueError(name)
     if min(tensor.n, tensor.k) < 1 or tensor.n * tensor.k >= 1 << 48:
         raise ValueError(name)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import re
 from pathlib import Path
 
-from trivet.checkpoint.source import ModelSource
 from trivet.errors import CheckpointError
 
 DEMO = "demo"
@@ -21,6 +21,16 @@ _SIDE_FILES = (
     "chat_template.jinja",
     "model.safetensors.index.json",
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSource:
+    """Where a model lies. ``files`` are all files whose change makes a packed cache stale."""
+
+    kind: str  # "hf" or "gguf"
+    path: Path
+    name: str
+    files: tuple[Path, ...]
 
 
 def resolve_model(model: str | os.PathLike[str]) -> ModelSource:

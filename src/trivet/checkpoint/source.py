@@ -28,16 +28,6 @@ MAX_CONFIG_BYTES = 64 << 20  # largest JSON side file that is read
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelSource:
-    """Where a model lies. ``files`` are all files whose change makes a packed cache stale."""
-
-    kind: str  # "hf" or "gguf"
-    path: Path
-    name: str
-    files: tuple[Path, ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class TensorInfo:
     """One tensor of a file: type name as the file spells it, shape with the fastest axis last."""
 

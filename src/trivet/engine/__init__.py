@@ -12,11 +12,16 @@ step_time.py      the cost model: seconds of a step
 stats.py          counters
 """
 
-from trivet.engine.drafter import DraftAsk, Drafter
-from trivet.engine.engine import Engine
-from trivet.engine.pages import pages_needed
-from trivet.engine.stats import EngineStats, Histogram, SpeculationStats
-from trivet.engine.step_time import StepLoad, StepTime
+from typing import TYPE_CHECKING
+
+from trivet.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from trivet.engine.drafter import DraftAsk, Drafter
+    from trivet.engine.engine import Engine
+    from trivet.engine.pages import pages_needed
+    from trivet.engine.stats import EngineStats, Histogram, SpeculationStats
+    from trivet.engine.step_time import StepLoad, StepTime
 
 __all__ = [
     "DraftAsk",
@@ -29,3 +34,15 @@ __all__ = [
     "StepTime",
     "pages_needed",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "drafter": ("DraftAsk", "Drafter"),
+            "engine": ("Engine",),
+            "pages": ("pages_needed",),
+            "stats": ("EngineStats", "Histogram", "SpeculationStats"),
+            "step_time": ("StepLoad", "StepTime"),
+        },
+    )

@@ -11,19 +11,22 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trivet.checkpoint import Tokenizer, TokenizerData, resolve_model
-from trivet.checkpoint.cache import cache_key, cache_paths, find_cache, writing
-from trivet.checkpoint.packed import CONTRACT_VERSION, PackedFile, PackedTensor
+from trivet.checkpoint.cache import AUTO, CacheQuery, writing
+from trivet.checkpoint.header import CONTRACT_VERSION
+from trivet.checkpoint.packed import PackedFile, PackedTensor
 from trivet.config import PAGE_TOKENS, SPAN_TOKENS, WeightFormat
 from trivet.errors import CheckpointError, ConfigError
 from trivet.models import ModelSpec
 
+if TYPE_CHECKING:
+    from trivet.checkpoint import Tokenizer
+
 Progress = Callable[[str, int, int], None]
-AUTO = "auto"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,9 +107,7 @@ class PackedModel:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer, built at the first call."""
         if not self._tokenizers:
-            text = self.file.bytes_at("tokenizer").decode()
-            data = TokenizerData.from_settings(text, self.file.header["tokenizer_settings"])
-            self._tokenizers.append(Tokenizer(data, self.path))
+            self._tokenizers.append(self.file.tokenizer())
         return self._tokenizers[0]
 
     def verify(self) -> None:
@@ -130,22 +131,20 @@ def load_packed(
     progress       called with (what, done, total) while packing
     Raises CheckpointError, ConfigError or QuantError, each in one line.
     """
-    if isinstance(weights, str) and weights != AUTO:
-        weights = WeightFormat.parse(weights)
-    requested = weights.name if isinstance(weights, WeightFormat) else AUTO
-    source = resolve_model(model)
-    key = cache_key(source, requested)
-    paths = cache_paths(source, requested)
-    found, stale = find_cache(paths, key)
+    if isinstance(weights, str):
+        form = None if weights == AUTO else WeightFormat.parse(weights)
+    else:
+        form = weights
+    query = CacheQuery.of(model, form)
+    found, stale = query.find(PackedFile.open)
     state = "hit"
     if found is None:
-        with writing(paths) as path:
-            found, stale = find_cache(paths, key)  # another process may have been faster
+        with writing(query.paths) as path:
+            found, stale = query.find(PackedFile.open)  # another process may have been faster
             if found is None:
-                target = weights if isinstance(weights, WeightFormat) else None
                 from trivet.quant.pack import make_cache
 
-                found = make_cache(source, target, path, key, progress)
+                found = make_cache(query.source, form, path, query.key, progress)
                 state = "packed" if stale is None else "repacked"
     packed = _packed_model(found, state, stale)
     if max_model_len is None:

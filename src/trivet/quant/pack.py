@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from trivet.checkpoint import SourceTensor
 from trivet.checkpoint.cache import cache_key
 from trivet.checkpoint.packed import PackedFile, PackedTensor, PackedWriter
-from trivet.checkpoint.source import ModelSource
+from trivet.checkpoint.resolve import ModelSource
 from trivet.config import WeightFormat
 from trivet.errors import CheckpointError, QuantError
 from trivet.models import Model, ModelSpec, open_model, rope_tables

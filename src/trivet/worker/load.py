@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from trivet import native, quant, speculate
+from trivet import native, quant
 from trivet.config import PAGE_TOKENS, EngineConfig, KVFormat, MemoryConfig, ModelConfig
 from trivet.engine import Engine
 from trivet.loader import load_model
@@ -12,7 +12,7 @@ from trivet.sizing import available_threads, render_plan
 from trivet.worker.frames import Ready, WorkerConfig
 from trivet.worker.process import LoadedEngine
 
-_PRELOADED = (quant, speculate)  # used by the loader; imported while the gateway still prepares
+_PRELOADED = (quant,)  # used by the loader; imported while the gateway still prepares
 
 
 def load_engine(config: WorkerConfig) -> LoadedEngine:
