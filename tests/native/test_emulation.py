@@ -68,9 +68,9 @@ def emulated_core() -> Path:
 def test_native_tests_pass_on_the_emulated_level(emulated_core: Path, level: str) -> None:
     env = dict(
         os.environ,
-        TRIVET_EMULATED_CORE=str(emulated_core),
+        TRIVET_TEST_CORE=str(emulated_core),
         PYTHONPATH=os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
     )
-    tests = [sys.executable, "-m", "pytest", "-q", "-p", "native.emulated_core", "-k", level]
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "native.replaced_core", "-k", level]
     output = _run([*tests, "tests/native", f"--ignore={Path(__file__).relative_to(ROOT)}"], env)
     assert " passed" in output, output[-500:]
