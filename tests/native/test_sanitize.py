@@ -13,19 +13,22 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "test-sanitize"
 REPORTED = 99
-OVERRUN = """
-extern "C" int beyond(int count) {
-    int* values = new int[4]{1, 2, 3, 4};
+FAULTS = """
+extern "C" int read_values(int size, int count) {
+    int* values = new int[size]();
     int sum = 0;
     for (int i = 0; i < count; ++i) sum += values[i];
     delete[] values;
     return sum;
 }
+extern "C" int shift(int count) { return 1 << count; }
 """
-TEST = """
+TESTS = """
 import ctypes
-def test_reads_within(): assert ctypes.CDLL({library!r}).beyond(4) == 10
-def test_reads_beyond(): ctypes.CDLL({library!r}).beyond(5)
+faults = ctypes.CDLL({library!r})
+def test_sound(): assert faults.read_values(4, 4) == 0 and faults.shift(3) == 8
+def test_overrun(): faults.read_values(4, 5)
+def test_undefined_shift(): faults.shift(40)
 """
 
 
@@ -64,12 +67,18 @@ def test_kernels_run_without_a_report(tmp_path: Path) -> None:
     # The module that ran is instrumented, and a report ends a run of this script.
     module = next((ROOT / "build" / "sanitize").glob("_core.*.so"))
     assert b"__asan_report_load" in module.read_bytes()
-    source, library = tmp_path / "overrun.cpp", tmp_path / "overrun.so"
-    source.write_text(OVERRUN)
-    compiler = ["g++", "-fsanitize=address", "-shared", "-fPIC", "-O1", "-o", str(library)]
-    subprocess.run([*compiler, str(source)], check=True)
-    broken = tmp_path / "test_overrun.py"
-    broken.write_text(TEST.format(library=str(library)))
-    done = _sanitize("--quick", "--rootdir", tmp_path, broken, "-k", "reads_beyond")
-    assert done.returncode == REPORTED, done.stdout
-    assert "heap-buffer-overflow" in done.stderr
+    source, library = tmp_path / "faults.cpp", tmp_path / "faults.so"
+    source.write_text(FAULTS)
+    flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-shared", "-fPIC", "-O1"]
+    subprocess.run(["g++", *flags, "-o", str(library), str(source)], check=True)
+    tests = tmp_path / "test_faults.py"
+    tests.write_text(TESTS.format(library=str(library)))
+    options: list[str | Path] = ["--quick", "--rootdir", tmp_path, tests, "-k"]
+    assert _sanitize(*options, "sound").returncode == 0
+    for name, report in (
+        ("overrun", "heap-buffer-overflow"),
+        ("undefined_shift", "shift exponent 40 is too large"),
+    ):
+        done = _sanitize(*options, name)
+        assert done.returncode == REPORTED, done.stdout
+        assert report in done.stderr
