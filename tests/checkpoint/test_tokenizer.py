@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from support.data import data_file, demo_file
 from support.tiny_models import CHAT_TEMPLATE, build_folder, build_gguf
 from trivet.checkpoint import GGUFCheckpoint, HuggingFaceCheckpoint, Tokenizer
 from trivet.checkpoint.export import tokenizer_files
-from trivet.checkpoint.tokenizer import tokenizer_from_folder
+from trivet.checkpoint.tokenizer import quick_json, tokenizer_from_folder
 from trivet.errors import CheckpointError, RequestError
 
 TEXTS = [
@@ -50,6 +52,29 @@ def test_ids_equal_the_vectors(name: str) -> None:
         assert decoded == text, ids
         stream = tokenizer.detokenizer(skip_special_tokens=False, continuing=False)
         assert "".join(map(stream.push, ids)) + stream.finish() == text
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", ["gpt-2", "phi-3", "qwen2"])
+def test_the_quick_form_gives_the_same_ids(name: str) -> None:
+    path = data_file(f"tokenizer/vocab/ggml-vocab-{name}.gguf")
+    data = GGUFCheckpoint(path).tokenizer_data()
+    quick = dataclasses.replace(data, json=quick_json(data.json))
+    assert len(quick.json) < len(data.json)
+    assert quick_json(quick.json) == quick.json
+    tokenizer, other = Tokenizer(data, path), Tokenizer(quick, path)
+    for text, _ in _vectors(name):
+        assert other.encode(text) == tokenizer.encode(text)
+
+
+def test_merges_that_hold_spaces_keep_their_form() -> None:
+    vocab = {"a": 0, " ": 1, "a ": 2, "b": 3, "ab": 4}
+    merges = [["a", " "], ["a", "b"]]
+    content = {"version": "1.0", "model": {"type": "BPE", "vocab": vocab, "merges": merges}}
+    text = json.dumps(content)
+    assert quick_json(text) == text
+    content["model"] = {"type": "BPE", "vocab": vocab, "merges": merges[1:]}
+    assert json.loads(quick_json(json.dumps(content)))["model"]["merges"] == ["a b"]
 
 
 @pytest.mark.data

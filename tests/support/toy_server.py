@@ -19,7 +19,7 @@ from trivet.config import EngineConfig, ModelConfig, ServerConfig
 from trivet.engine import Engine
 from trivet.errors import CheckpointError, RequestError
 from trivet.gateway import Hooks, LocalServer
-from trivet.gateway.app import ModelFront
+from trivet.gateway.tokens import ModelFront
 from trivet.worker.frames import WorkerConfig
 from trivet.worker.load import ready_message
 from trivet.worker.process import LoadedEngine

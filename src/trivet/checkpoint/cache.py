@@ -22,7 +22,7 @@ from trivet.checkpoint.resolve import ModelSource, resolve_model
 from trivet.config import WeightFormat
 from trivet.errors import CheckpointError, ConfigError
 
-PACKER_VERSION = 1  # raised whenever packing the same file would give other bytes
+PACKER_VERSION = 2  # raised whenever packing the same file would give other bytes
 CACHE_VARIABLE = "TRIVET_CACHE"
 AUTO = "auto"  # the form that keeps the file's own grid
 _INSTALLED = ("site-packages", "dist-packages")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import sys
@@ -9,9 +10,10 @@ from collections.abc import Sequence
 
 import typer
 
-from trivet.cli import bench, chat, evaluate, generate, info, ladder, serve
 from trivet.cli.hints import hint_for
 from trivet.errors import EngineError, RequestError, TrivetError
+
+VERBS = ("info", "generate", "chat", "serve", "evaluate", "ladder", "bench")  # as help lists them
 
 # typer carries its own copy of click in some versions; its exceptions are found through BadParameter.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -26,16 +28,6 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
-app = typer.Typer(
-    name="trivet",
-    help="Makes large language models run faster, and proves it.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-
-
-@app.callback()
 def _root(
     version: bool = typer.Option(
         False, "--version", "-V", callback=_version, is_eager=True, help="Print the version."
@@ -44,23 +36,39 @@ def _root(
     """Makes large language models run faster, and proves it."""
 
 
-app.command("info")(info.info)
-app.command("generate")(generate.generate)
-app.command("chat")(chat.chat)
-app.command("serve")(serve.serve)
-app.command("evaluate")(evaluate.evaluate)
-app.command("ladder")(ladder.ladder)
-app.add_typer(bench.app, name="bench")
+def _app(words: Sequence[str]) -> typer.Typer:
+    """The command line with the verb that ``words`` ask for, or, if they name none, with all."""
+    app = typer.Typer(
+        name="trivet",
+        help="Makes large language models run faster, and proves it.",
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    app.callback()(_root)
+    for verb in words[:1] if words and words[0] in VERBS else VERBS:
+        module = importlib.import_module(f"trivet.cli.{verb}")
+        if hasattr(module, "app"):
+            app.add_typer(module.app, name=verb)
+        else:
+            app.command(verb)(getattr(module, verb))
+    return app
 
 
-def run(words: Sequence[str]) -> int:
-    """Run ``words`` as a command line; returns the exit code. No words ask for help."""
+def run(words: Sequence[str], obj: object = None) -> int:
+    """Run ``words`` as a command line; returns the exit code. No words ask for help.
+
+    obj  what the verb finds in its context
+    """
     if getattr(sys, "stdout", None) is None:  # standard output was closed
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # text of a model on a terminal that lacks letters
     try:
-        result = app(args=list(words) or ["--help"], prog_name="trivet", standalone_mode=False)
+        app = _app(words)
+        result = app(
+            args=list(words) or ["--help"], prog_name="trivet", standalone_mode=False, obj=obj
+        )
         sys.stdout.flush()
     except KeyboardInterrupt:
         return _fail("interrupted", 130)

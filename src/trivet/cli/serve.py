@@ -88,4 +88,4 @@ def serve(
         request_timeout_s=request_timeout,
         **chosen,
     )
-    return run_server(config) or 0
+    return run_server(config, spawned=context.obj)

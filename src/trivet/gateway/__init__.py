@@ -1,6 +1,7 @@
 """The gateway: OpenAI's API in front of workers. Text lives only here.
 
-server      serve, LocalServer: sockets, workers, signals, drain
+launch      what begins first: socket, workers, tokenizer
+server      LocalServer: the event loop from start to exit, signals, drain
 app         routes and admission
 protocol    bodies of requests and the errors that name their fields
 generation  one API call while it runs
@@ -13,35 +14,42 @@ metrics     Prometheus
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from trivet.lazy import lazy_names
 
 if TYPE_CHECKING:
     from trivet.config import ServerConfig
-    from trivet.gateway.server import Hooks, LocalServer
+    from trivet.gateway.launch import Hooks
+    from trivet.gateway.server import LocalServer
+    from trivet.gateway.spawn import SpawnedWorker
 
 __all__ = ["Hooks", "LocalServer", "serve"]
 
 
-def serve(config: ServerConfig, hooks: Hooks | None = None) -> int:
+def serve(
+    config: ServerConfig, hooks: Hooks | None = None, spawned: SpawnedWorker | None = None
+) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit code: 0, or 1 when a worker cannot start.
 
-    Prints ``ready http://host:port`` on standard error once /health is 200. The workers are spawned
-    before the gateway's own imports, so that both are loaded at the same time.
+    spawned  a worker of the ordinary kind that runs already; ended by the caller if this fails
+    Prints ``ready http://host:port`` on standard error once /health is 200. The workers are spawned,
+    and the model's front begins to load, before the gateway's own imports.
     Raises TrivetError: a setting or a model file is at fault (the caller prints it and exits with 2).
     """
-    from trivet.gateway.spawn import DEFAULT_FACTORY, num_workers_of, spawn_worker
+    from trivet.gateway.launch import Hooks, Launch, listen
 
-    factory = DEFAULT_FACTORY if hooks is None else hooks.engine
-    first = [spawn_worker(factory) for _ in range(num_workers_of(config.workers))]
-    from trivet.gateway.server import Hooks, run_server
+    hooks = hooks or Hooks()
+    sock = listen(config.host, config.port)
+    with sock:
+        launch = Launch(config, hooks, () if spawned is None else (spawned,))
+        try:
+            from trivet.gateway.server import run_server
 
-    return run_server(config, hooks or Hooks(), first)
+            return run_server(config, hooks, sock, launch)
+        finally:
+            launch.cancel()
 
 
-def __getattr__(name: str) -> Any:
-    """Import the rest on first use; see `serve`."""
-    if name in ("Hooks", "LocalServer"):
-        from trivet.gateway import server
-
-        return getattr(server, name)
-    raise AttributeError(f"module 'trivet.gateway' has no attribute {name!r}")
+if not TYPE_CHECKING:
+    __getattr__ = lazy_names(__name__, {"launch": ("Hooks",), "server": ("LocalServer",)})

@@ -9,7 +9,6 @@ logged.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import hmac
 import re
 import secrets
@@ -42,7 +41,7 @@ from trivet.gateway.metrics import CONTENT_TYPE, Metrics
 from trivet.gateway.policy import assign_least_loaded
 from trivet.gateway.pool import WorkerHandle, WorkerPool
 from trivet.gateway.stream import GenerationResponse
-from trivet.gateway.tokens import Tokenizer, TokenNames
+from trivet.gateway.tokens import ModelFront, Tokenizer, TokenNames
 from trivet.request import Request
 from trivet.worker.frames import Ready
 
@@ -54,14 +53,6 @@ _SEED_BITS = 53  # seeds drawn here survive JSON numbers of every client
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}\Z")
 _B = TypeVar("_B", bound=protocol.Body)
 _EXPOSED_HEADERS = ["x-request-id", "x-trivet-path", "x-trivet-seed", "retry-after"]
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelFront:
-    """What the gateway knows of the model: its tokenizer and the names of special tokens."""
-
-    tokenizer: Tokenizer
-    special_tokens: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 class Gateway:

@@ -1,6 +1,7 @@
 """The gateway's side of a model: find or make its packed cache, take the tokenizer from it.
 
-Packing happens here, before the workers are told to load, so that they only map what is there.
+Packing happens here, before the workers are told to load, so that they only map what is there. A cache
+that is there is only looked at: what packing needs (numpy and more) is not imported then.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ import sys
 import time
 from collections.abc import Callable
 
-from trivet.config import ServerConfig
-from trivet.gateway.app import ModelFront
-from trivet.quant import load_packed
+from trivet.checkpoint.cache import AUTO, CacheQuery
+from trivet.checkpoint.header import PackedHeader
+from trivet.config import ServerConfig, WeightFormat
+from trivet.gateway.tokens import ModelFront
 
 _PROGRESS_S = 2.0  # a line of progress at most this often; nothing for a job that ends sooner
 
@@ -34,7 +36,13 @@ def load_front(config: ServerConfig, on_packed: Callable[[], None]) -> ModelFron
 
     Raises CheckpointError or ConfigError: the model cannot be used.
     """
-    packed = load_packed(config.model.model, config.model.weights, progress=_Progress())
+    model, weights = config.model.model, config.model.weights
+    query = CacheQuery.of(model, None if weights == AUTO else WeightFormat.parse(weights))
+    packed, _ = query.find(PackedHeader.open)
+    if packed is None:
+        from trivet.quant import load_packed
+
+        packed = load_packed(model, weights, progress=_Progress()).file
     on_packed()
     tokenizer = packed.tokenizer()
     special = dict(tokenizer.data.special_tokens)

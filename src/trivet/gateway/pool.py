@@ -38,7 +38,6 @@ from trivet.worker.frames import (
     PrefixCacheReset,
     Ready,
     ResetPrefixCache,
-    Start,
     Stats,
     ToWorker,
     WorkerConfig,
@@ -52,7 +51,6 @@ _EXIT_S = 5.0  # a worker without a gateway has this long to exit by itself
 _REPLY_S = 10.0
 _STATS_S = 2.0
 _WATCH_S = 0.5  # how often a worker's silence is looked at
-SILENCE_LIMIT_S = 300.0  # a worker with requests that says nothing for so long is killed
 
 _T = TypeVar("_T")
 
@@ -111,6 +109,7 @@ class WorkerHandle:
         self.changed = asyncio.Event()  # ready, or given up
         self.link_lost = asyncio.Event()
         self._observer = observer
+        self._spawned: SpawnedWorker | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._link: _Link | None = None
         self._heard_at = 0.0
@@ -136,13 +135,15 @@ class WorkerHandle:
         self.state, self.ready, self.load_failure = "starting", None, None
         self.changed.clear()
         self.link_lost.clear()
+        self._spawned = spawned
         self._process, self.pid = spawned.process, spawned.process.pid
         loop = asyncio.get_running_loop()
         _, self._link = await loop.create_unix_connection(lambda: _Link(self), sock=spawned.socket)
 
     def start(self, config: WorkerConfig) -> None:
-        """Tell the process what to load."""
-        self._send([Start(config)])
+        """Tell the process what to load, unless it was told so before it was adopted."""
+        assert self._spawned is not None, "a process was adopted"
+        self._spawned.start(config)
 
     def submit(self, request: Request, receiver: Receiver) -> None:
         """Send a request; its events go to ``receiver``, an error event if there is no worker."""
@@ -290,26 +291,26 @@ def _refuse(waiters: list[asyncio.Future[_T]], message: str) -> None:
 
 
 class WorkerPool:
-    """All workers of one gateway and their restarts. They are spawned at once, and load after `start`.
+    """All workers of one gateway and their restarts. A restarted one loads only after `start`.
 
-    config   what each of them loads
-    factory  ``module:function``, called in the worker: WorkerConfig -> LoadedEngine
-    first    workers that were spawned already; the pool owns them from now on
+    first            the spawned workers, one of each; the pool owns them from now on
+    config           what each of them loads
+    factory          ``module:function``, called in the worker: WorkerConfig -> LoadedEngine
+    silence_limit_s  a worker with requests that says nothing for so long is killed
     """
 
     def __init__(
         self,
-        num_workers: int,
+        first: Sequence[SpawnedWorker],
         config: WorkerConfig,
         factory: str,
         observer: PoolObserver,
-        silence_limit_s: float = SILENCE_LIMIT_S,
-        first: Sequence[SpawnedWorker] = (),
+        silence_limit_s: float,
     ) -> None:
         self._first = list(first)
         self._factory = factory
         self._silence_limit_s = silence_limit_s
-        self.workers = [WorkerHandle(f"w{n}", observer) for n in range(num_workers)]
+        self.workers = [WorkerHandle(f"w{n}", observer) for n in range(len(first))]
         self.failure: LoadFailed | None = None  # the first start failed: give up
         self.is_stopping = False
         self._has_started = False

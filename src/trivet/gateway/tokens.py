@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -30,6 +31,14 @@ class Tokenizer(Protocol):
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
     ) -> str: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFront:
+    """What the gateway knows of the model: its tokenizer and the names of special tokens."""
+
+    tokenizer: Tokenizer
+    special_tokens: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 class TokenNames:

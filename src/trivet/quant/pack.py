@@ -23,6 +23,7 @@ from trivet.checkpoint import SourceTensor
 from trivet.checkpoint.cache import cache_key
 from trivet.checkpoint.packed import PackedFile, PackedTensor, PackedWriter
 from trivet.checkpoint.resolve import ModelSource
+from trivet.checkpoint.tokenizer import quick_json
 from trivet.config import WeightFormat
 from trivet.errors import CheckpointError, QuantError
 from trivet.models import Model, ModelSpec, open_model, rope_tables
@@ -55,7 +56,7 @@ def make_cache(
         with PackedWriter(path, capacity) as writer:
             header = pack_model(model, target, writer, progress)
             data = model.tokenizer_data()
-            raw = data.json.encode()
+            raw = quick_json(data.json).encode()
             offset = writer.blob(raw)
             spec = dataclasses.replace(model.spec, bos_id=data.bos_id, eos_ids=data.eos_ids)
             header |= {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import gc
 import importlib
 import os
 import signal
@@ -159,6 +160,7 @@ def main(fd: int, parent_pid: int, factory_name: str) -> int:
 
     The factory is imported before the gateway says what to load: it may still be packing weights.
     """
+    gc.disable()  # nothing that is made until the engine is there is garbage
     die_with_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the group; the gateway drains
     channel = Channel(socket.socket(fileno=fd))
@@ -173,6 +175,8 @@ def main(fd: int, parent_pid: int, factory_name: str) -> int:
             channel.send([LoadFailed(str(error), not isinstance(error, EngineError))])
             channel.drain(_DRAIN_S)
             return 2
+        gc.freeze()  # what was loaded stays: no collection needs to look at it again
+        gc.enable()
         channel.send([loaded.ready])
         Worker(channel, loaded.engine).run()
         return 0
