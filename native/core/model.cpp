@@ -609,12 +609,16 @@ void Model::attend(const Step& step, Arena& arena, int32_t layer, const Item& it
         float* result = split      ? total + span * result_floats
                         : span > 0 ? total + result_floats
                                    : total;
+        const uint8_t* next = span + 1 < item.span_end
+                                  ? arena.block(layer, tile.kv_head, pages[(span + 1) * kSpanPages])
+                                  : nullptr;
         const SpanTask task = {scratch.q.data() + static_cast<int64_t>(first) * dim,
                                rows,
                                group,
                                dim,
                                valid,
                                span_pages,
+                               next,
                                weights_.kv,
                                sm_scale_,
                                scratch.span.data(),

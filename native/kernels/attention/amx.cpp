@@ -88,8 +88,12 @@ void span_of_tiles(const SpanTask& task) {
 
     for (int32_t p = 0; p < num_pages; ++p) {
         if (task.num_rows == 1) {
-            prefetch(task.pages[p] + block.v, block.bytes - block.v);
-            if (p + 1 < num_pages) prefetch(task.pages[p + 1], block.v);
+            // The keys and values of a decoding request are read once and come from memory.
+            const uint8_t* next = p + 1 < num_pages ? task.pages[p + 1] : task.next;
+            Ahead ahead = {reinterpret_cast<const char*>(task.pages[p] + block.v),
+                           reinterpret_cast<const char*>(next != nullptr ? next : task.pages[p]),
+                           block.bytes - block.v};
+            while (ahead.bytes > 0) ahead.fetch();
         }
         const uint16_t* k = codes_of(p, 0);
         for (int32_t first = 0; first < q_padded; first += 16) {

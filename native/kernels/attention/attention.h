@@ -40,6 +40,7 @@ struct SpanTask {
     int32_t head_dim;
     const int32_t* valid;  // [num_rows] keys of this span each row sees, 1..256, never falling
     const uint8_t* const* pages;  // page blocks of the span, ceil(valid[num_rows - 1] / 32) of them
+    const uint8_t* next;          // page block that the caller reads after these, or null
     KvKind kind;
     float sm_scale;  // 1 / sqrt(head_dim)
     float* scratch;  // span_scratch_floats(num_rows * group, head_dim), 64-byte aligned

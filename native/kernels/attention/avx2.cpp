@@ -42,7 +42,7 @@ inline __m256 load_odd(const int8_t* b) {
 // by order, since GCC 12 otherwise keeps the chains in memory.
 template <int kQ, int kWide, typename T>
 inline void product_tile(const float* a, int32_t a_stride, const T* b, int32_t lanes, int32_t pairs,
-                         float* c, int32_t c_stride, bool accumulate) {
+                         float* c, int32_t c_stride, bool accumulate, Ahead& ahead) {
     for (int32_t begin = 0; begin < pairs; begin += 16) {
         const int32_t end = begin + 16 < pairs ? begin + 16 : pairs;
         __m256 even[kQ][kWide], odd[kQ][kWide];
@@ -53,6 +53,7 @@ inline void product_tile(const float* a, int32_t a_stride, const T* b, int32_t l
         }
 #pragma GCC unroll 1
         for (int32_t i = begin; i < end; ++i) {
+            ahead.fetch();
             const T* pairs_of = b + i * lanes * 2;
             __m256 keys[kWide];
 #pragma GCC unroll 4
@@ -92,36 +93,37 @@ inline void product_tile(const float* a, int32_t a_stride, const T* b, int32_t l
 struct Isa {
     template <int kQ, int kWide, typename T>
     static void product_rows(const float* a, int32_t a_stride, const T* b, int32_t lanes,
-                             int32_t pairs, float* c, int32_t c_stride, bool accumulate) {
+                             int32_t pairs, float* c, int32_t c_stride, bool accumulate,
+                             Ahead& ahead) {
         int32_t lane = 0;
         for (; lane + 8 * kWide <= lanes; lane += 8 * kWide) {
             product_tile<kQ, kWide>(a, a_stride, b + 2 * lane, lanes, pairs, c + lane, c_stride,
-                                    accumulate);
+                                    accumulate, ahead);
         }
         for (; lane + 8 <= lanes; lane += 8) {
             product_tile<kQ, 1>(a, a_stride, b + 2 * lane, lanes, pairs, c + lane, c_stride,
-                                accumulate);
+                                accumulate, ahead);
         }
         product_lanes(kQ, a, a_stride, b, lanes, lane, pairs, c, c_stride, accumulate);
     }
 
     template <typename T>
     static void product(int32_t num_q, const float* a, int32_t a_stride, const T* b, int32_t lanes,
-                        int32_t pairs, float* c, int32_t c_stride, bool accumulate) {
+                        int32_t pairs, float* c, int32_t c_stride, bool accumulate, Ahead ahead) {
         int32_t q = 0;
         // Tiles of three, but four are two twos: a lone vector has too few chains to fill the
         // units.
         for (; num_q - q >= 3 && num_q - q != 4; q += 3) {
             product_rows<3, 2>(a + q * a_stride, a_stride, b, lanes, pairs, c + q * c_stride,
-                               c_stride, accumulate);
+                               c_stride, accumulate, ahead);
         }
         for (; num_q - q >= 2; q += 2) {
             product_rows<2, 2>(a + q * a_stride, a_stride, b, lanes, pairs, c + q * c_stride,
-                               c_stride, accumulate);
+                               c_stride, accumulate, ahead);
         }
         if (q < num_q) {
             product_rows<1, 4>(a + q * a_stride, a_stride, b, lanes, pairs, c + q * c_stride,
-                               c_stride, accumulate);
+                               c_stride, accumulate, ahead);
         }
     }
 

@@ -28,7 +28,7 @@ inline void load_pairs(const int8_t* b, __m512& even, __m512& odd) {
 // 16 * kWide lanes of kQ vectors: up to 20 chains in registers.
 template <int kQ, int kWide, typename T>
 inline void product_tile(const float* a, int32_t a_stride, const T* b, int32_t lanes, int32_t pairs,
-                         float* c, int32_t c_stride, bool accumulate) {
+                         float* c, int32_t c_stride, bool accumulate, Ahead& ahead) {
     for (int32_t begin = 0; begin < pairs; begin += 16) {
         const int32_t end = begin + 16 < pairs ? begin + 16 : pairs;
         __m512 even[kQ][kWide], odd[kQ][kWide];
@@ -36,6 +36,7 @@ inline void product_tile(const float* a, int32_t a_stride, const T* b, int32_t l
             for (int w = 0; w < kWide; ++w) even[q][w] = odd[q][w] = _mm512_setzero_ps();
         }
         for (int32_t i = begin; i < end; ++i) {
+            ahead.fetch();
             __m512 b_even[kWide], b_odd[kWide];
             for (int w = 0; w < kWide; ++w) {
                 load_pairs(b + (i * lanes + 16 * w) * 2, b_even[w], b_odd[w]);
@@ -63,26 +64,27 @@ inline void product_tile(const float* a, int32_t a_stride, const T* b, int32_t l
 struct Vectors {
     template <int kQ, typename T>
     static void product_rows(const float* a, int32_t a_stride, const T* b, int32_t lanes,
-                             int32_t pairs, float* c, int32_t c_stride, bool accumulate) {
+                             int32_t pairs, float* c, int32_t c_stride, bool accumulate,
+                             Ahead& ahead) {
         int32_t lane = 0;
         for (; lane + 32 <= lanes; lane += 32) {
             product_tile<kQ, 2>(a, a_stride, b + 2 * lane, lanes, pairs, c + lane, c_stride,
-                                accumulate);
+                                accumulate, ahead);
         }
         for (; lane + 16 <= lanes; lane += 16) {
             product_tile<kQ, 1>(a, a_stride, b + 2 * lane, lanes, pairs, c + lane, c_stride,
-                                accumulate);
+                                accumulate, ahead);
         }
         product_lanes(kQ, a, a_stride, b, lanes, lane, pairs, c, c_stride, accumulate);
     }
 
     template <typename T>
     static void product(int32_t num_q, const float* a, int32_t a_stride, const T* b, int32_t lanes,
-                        int32_t pairs, float* c, int32_t c_stride, bool accumulate) {
+                        int32_t pairs, float* c, int32_t c_stride, bool accumulate, Ahead ahead) {
         int32_t q = 0;
         auto run = [&](auto rows) {
             product_rows<decltype(rows)::kCount>(a + q * a_stride, a_stride, b, lanes, pairs,
-                                                 c + q * c_stride, c_stride, accumulate);
+                                                 c + q * c_stride, c_stride, accumulate, ahead);
             q += decltype(rows)::kCount;
         };
         while (num_q - q >= 5) run(Rows<5>{});

@@ -7,7 +7,7 @@ namespace {
 struct Isa {
     template <typename T>
     static void product(int32_t num_q, const float* a, int32_t a_stride, const T* b, int32_t lanes,
-                        int32_t pairs, float* c, int32_t c_stride, bool accumulate) {
+                        int32_t pairs, float* c, int32_t c_stride, bool accumulate, Ahead) {
         product_lanes(num_q, a, a_stride, b, lanes, 0, pairs, c, c_stride, accumulate);
     }
 

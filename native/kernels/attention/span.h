@@ -1,10 +1,11 @@
 // The span algorithm of the levels whose products run on plain vectors, written once over a level's
 // primitives (a type Isa with static functions):
 //
-//   Isa::product(num_q, a, a_stride, b, lanes, pairs, c, c_stride, accumulate)
+//   Isa::product(num_q, a, a_stride, b, lanes, pairs, c, c_stride, accumulate, ahead)
 //       c[q][lane] (+)= sum over pairs of a[q][2i] * b[i][lane][0] + a[q][2i+1] * b[i][lane][1] in
 //       the contract's order: 16 pairs at a time, an even and an odd chain, their sum added. a:
-//       float32 holding bf16 values; b: bf16 or int8 [pairs][lanes][2].
+//       float32 holding bf16 values; b: bf16 or int8 [pairs][lanes][2]. ahead: memory to ask for
+//       meanwhile, a little with every pair.
 //   Isa::softmax(scores, valid, padded, t, v_scale, m, l)
 //       scores [padded] become P (bf16 values as float32; zero from `valid` on); t: factors of the
 //       scores per key, or their single factor; v_scale: factors of P per key, or null.
@@ -95,15 +96,27 @@ void last_pages(const SpanTask& task, int32_t first_page, const float* p, int32_
                 }
             }
             Isa::product(group, p + r * group * p_stride + first, p_stride, rows, dim, pairs,
-                         task.o + static_cast<ptrdiff_t>(r) * group * dim, dim, page > 0);
+                         task.o + static_cast<ptrdiff_t>(r) * group * dim, dim, page > 0, {});
         }
     }
 }
 
-// The keys of one decoding request are read once and come from memory: ask for them ahead of use.
-inline void prefetch(const void* data, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(data) + i);
-}
+// Two stretches of memory that are asked for while a product runs, a line of each with every pair
+// of a tile: a burst of requests would stop the product until the memory has answered.
+struct Ahead {
+    const char* first = nullptr;
+    const char* second = nullptr;
+    int64_t bytes = 0;  // of each
+
+    void fetch() {
+        if (bytes <= 0) return;
+        __builtin_prefetch(first);
+        __builtin_prefetch(second);
+        first += 64;
+        second += 64;
+        bytes -= 64;
+    }
+};
 
 template <typename Isa, typename T>
 void span_of(const SpanTask& task) {
@@ -126,15 +139,20 @@ void span_of(const SpanTask& task) {
     for (int32_t p = 0; p < num_pages; ++p) {
         const T* k = reinterpret_cast<const T*>(task.pages[p]);
         float* target = scores + p * kPageTokens;
+        Ahead ahead;
         if (task.num_rows == 1) {
-            prefetch(task.pages[p] + block.v, block.bytes - block.v);
-            if (p + 1 < num_pages) prefetch(task.pages[p + 1], block.v);
+            // The keys and values of a decoding request are read once and come from memory.
+            const uint8_t* next = p + 1 < num_pages ? task.pages[p + 1] : task.next;
+            ahead = {reinterpret_cast<const char*>(task.pages[p] + block.v),
+                     reinterpret_cast<const char*>(next != nullptr ? next : task.pages[p]),
+                     block.bytes - block.v};
         }
         if (widens) {
             Isa::product(num_q, q, dim, bf16_codes<Isa>(k, kPageTokens * dim, wide), kPageTokens,
-                         dim / 2, target, kScoreStride, false);
+                         dim / 2, target, kScoreStride, false, ahead);
         } else {
-            Isa::product(num_q, q, dim, k, kPageTokens, dim / 2, target, kScoreStride, false);
+            Isa::product(num_q, q, dim, k, kPageTokens, dim / 2, target, kScoreStride, false,
+                         ahead);
         }
         if constexpr (kScaled) {
             const float* k_scale = reinterpret_cast<const float*>(task.pages[p] + block.k_scale);
@@ -154,7 +172,7 @@ void span_of(const SpanTask& task) {
     const auto multiply = [&](auto codes, auto* scratch) {
         for (int32_t p = 0; p < whole_pages; ++p) {
             Isa::product(num_q, scores + p * kPageTokens, kScoreStride, codes(p), dim,
-                         kPageTokens / 2, task.o, dim, p > 0);
+                         kPageTokens / 2, task.o, dim, p > 0, {});
         }
         last_pages<Isa>(task, whole_pages, scores, kScoreStride, scratch, codes);
     };
