@@ -20,6 +20,7 @@
 #include "core/fp_state.h"
 #include "core/thread_pool.h"
 #include "kernels/math/math.h"
+#include "kernels/stream/stream.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -184,6 +185,19 @@ void attention_finish(const std::string& level, const Array<const float, 1>& l,
                               l.data(), o.data(), out.data(), static_cast<ptrdiff_t>(out.shape(1)));
 }
 
+uint64_t stream_sum(const std::string& level, const Array<const uint64_t, 1>& words) {
+    require(words.size() % 16 == 0, "words come in sixteens");
+    require(words.size() == 0 || reinterpret_cast<uintptr_t>(words.data()) % 64 == 0,
+            "words are 64-byte aligned");
+    const auto count = static_cast<int64_t>(words.size());
+#ifdef TRIVET_X86
+    if (parse_level(level) != Level::kGeneric) {
+        return avx2::stream_kernels.sum(words.data(), count);
+    }
+#endif
+    return generic::stream_kernels.sum(words.data(), count);
+}
+
 // Seconds of pool loops with no work in which every thread takes one item: what it costs to hand
 // work to all threads and to learn that they are done. Before each loop the caller sleeps for
 // `pause_s`; beyond the pool's spinning time its threads sleep too and have to be woken.
@@ -230,6 +244,7 @@ void bind_kernels(nb::module_& m) {
           "l"_a, "o"_a, "Takes a later span into m, l and o.");
     m.def("kernel_attention_finish", attention_finish, "level"_a, "l"_a, "o"_a, "out"_a,
           "o / l into out.");
+    m.def("kernel_stream", stream_sum, "level"_a, "words"_a, "The sum of the words modulo 2^64.");
     m.def("pool_loops", pool_loops, "num_threads"_a, "num_loops"_a, "pause_s"_a,
           "Seconds of each of num_loops empty pool loops, pause_s of sleep before each.");
 }

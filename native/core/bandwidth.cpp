@@ -8,9 +8,21 @@
 #include <cstring>
 
 #include "core/buffer.h"
+#include "core/cpu_features.h"
 #include "core/thread_pool.h"
+#include "kernels/stream/stream.h"
 
 namespace trivet {
+namespace {
+
+const StreamKernels& stream_table() {
+#ifdef TRIVET_X86
+    if (level_refusal(Level::kAvx2).empty()) return avx2::stream_kernels;
+#endif
+    return generic::stream_kernels;
+}
+
+}  // namespace
 
 double stream_bandwidth(int64_t bytes, int num_threads, int repeats) {
     constexpr int64_t kChunkWords = (int64_t{1} << 18) / 8;
@@ -22,18 +34,15 @@ double stream_bandwidth(int64_t bytes, int num_threads, int repeats) {
     const auto end = reinterpret_cast<uintptr_t>(buffer.data() + words) & ~uintptr_t{4095};
     if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
     std::memset(buffer.data(), 1, static_cast<size_t>(words) * 8);
+    const StreamKernels& kernels = stream_table();
     ThreadPool pool(num_threads);
     std::atomic<uint64_t> sink{0};
     double best = 0;
     for (int i = 0; i < repeats; ++i) {
         const auto start = std::chrono::steady_clock::now();
         pool.parallel_for(static_cast<int32_t>(words / kChunkWords), [&](int32_t item, int) {
-            const uint64_t* data = buffer.data() + item * kChunkWords;
-            uint64_t sums[8] = {};
-            for (int64_t w = 0; w < kChunkWords; w += 8) {
-                for (int64_t j = 0; j < 8; ++j) sums[j] += data[w + j];
-            }
-            for (const uint64_t sum : sums) sink.fetch_add(sum, std::memory_order_relaxed);
+            sink.fetch_add(kernels.sum(buffer.data() + item * kChunkWords, kChunkWords),
+                           std::memory_order_relaxed);
         });
         const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
         best = std::max(best, static_cast<double>(words) * 8 / seconds.count());

@@ -38,6 +38,9 @@ def kernel_attention_merge(level: str, m2: Annotated[NDArray[numpy.float32], dic
 def kernel_attention_finish(level: str, l: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], o: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu')]) -> None:
     """o / l into out."""
 
+def kernel_stream(level: str, words: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> int:
+    """The sum of the words modulo 2^64."""
+
 def pool_loops(num_threads: int, num_loops: int, pause_s: float) -> list[float]:
     """
     Seconds of each of num_loops empty pool loops, pause_s of sleep before each.
