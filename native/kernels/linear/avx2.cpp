@@ -16,7 +16,7 @@ namespace trivet::avx2 {
 namespace {
 
 constexpr int32_t kRows = 4;                // rows of one register tile
-constexpr int32_t kDirectRows = 4;          // up to here 4-bit codes are unpacked in registers
+constexpr int32_t kDirectRows = 8;          // up to here 4-bit codes are unpacked in registers
 constexpr int32_t kPanelColumns = 1024;     // columns of one unpacked panel: 16 KiB
 constexpr int32_t kPanelRows = 24 * kRows;  // rows that share one unpacked panel
 constexpr int32_t kWideColumns = 256;       // bf16 columns widened at a time: 6 KiB
@@ -43,8 +43,10 @@ inline void add32(__m256i& acc, __m256i v) { __asm__("vpaddd %1, %0, %0" : "+x"(
 // Ends the compiler's wish to hold what p points at in registers across an iteration.
 inline void keep_in_memory(void* p) { __asm__ volatile("" : : "r"(p) : "memory"); }
 
-inline void prefetch(const void* p) {
-    _mm_prefetch(static_cast<const char*>(p) + kPrefetchBytes, _MM_HINT_T0);
+// Asks for weights a little ahead of their first use; `first` is false where a tile of rows before
+// has already read them.
+inline void prefetch(const void* p, bool first) {
+    if (first) _mm_prefetch(static_cast<const char*>(p) + kPrefetchBytes, _MM_HINT_T0);
 }
 
 // Lanes below n - 8 * half of block's 16 channels.
@@ -121,10 +123,11 @@ inline void widen_rows(const uint16_t* x, ptrdiff_t x_stride, int32_t columns, f
 
 // One chain of 16 fused multiply-adds per row and channel over the even or the odd columns.
 template <int R, bool kOdd>
-inline void bf16_chain(const uint16_t* codes, const float* wide, __m256 (*sum)[2]) {
+inline void bf16_chain(const uint16_t* codes, const float* wide, bool first, __m256 (*sum)[2]) {
     for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_ps();
 #pragma GCC unroll 4
     for (int i = 0; i < 16; ++i) {
+        if (!kOdd) prefetch(codes + 32 * i, first);
         const __m256i a = load(codes + 32 * i), b = load(codes + 32 * i + 16);
         const __m256 lo = kOdd ? odd(a) : even(a), hi = kOdd ? odd(b) : even(b);
         for (int r = 0; r < R; ++r) {
@@ -138,14 +141,14 @@ inline void bf16_chain(const uint16_t* codes, const float* wide, __m256 (*sum)[2
 // Not inlined: the registers are for one chain's sums, everything else waits in memory.
 template <int R>
 __attribute__((noinline)) void bf16_columns(const uint16_t* codes, const float* wide,
-                                            int32_t columns, Pair* acc) {
+                                            int32_t columns, bool first, Pair* acc) {
     for (int32_t k = 0; k < columns; k += 32, wide += R * kWideStride) {
         __m256 sum[R][2];
         Pair evens[R];
-        bf16_chain<R, false>(codes + 16 * k, wide, sum);
+        bf16_chain<R, false>(codes + 16 * k, wide, first, sum);
         for (int r = 0; r < R; ++r) evens[r] = {sum[r][0], sum[r][1]};
         keep_in_memory(evens);
-        bf16_chain<R, true>(codes + 16 * k, wide, sum);
+        bf16_chain<R, true>(codes + 16 * k, wide, first, sum);
         for (int r = 0; r < R; ++r) {
             acc[r].lo = _mm256_add_ps(acc[r].lo, _mm256_add_ps(evens[r].lo, sum[r][0]));
             acc[r].hi = _mm256_add_ps(acc[r].hi, _mm256_add_ps(evens[r].hi, sum[r][1]));
@@ -155,26 +158,27 @@ __attribute__((noinline)) void bf16_columns(const uint16_t* codes, const float* 
 }
 
 template <int R>
-inline void bf16_tile(const LinearWeight& w, const uint16_t* codes, const uint16_t* x, Pair* acc) {
+inline void bf16_tile(const LinearWeight& w, const uint16_t* codes, const uint16_t* x, bool first,
+                      Pair* acc) {
     alignas(64) float wide[R * kWideStride * kWideColumns / 32];
     for (int r = 0; r < R; ++r) acc[r].lo = acc[r].hi = _mm256_setzero_ps();
     for (int32_t k = 0; k < w.k_padded; k += kWideColumns) {
         const int32_t left = w.k_padded - k;
         const int32_t columns = left < kWideColumns ? left : kWideColumns;
         widen_rows<R>(x + k, w.k_padded, columns, wide);
-        bf16_columns<R>(codes + int64_t(k) * 16, wide, columns, acc);
+        bf16_columns<R>(codes + int64_t(k) * 16, wide, columns, first, acc);
     }
 }
 
 // One row: both chains together, each weight loaded once.
 template <>
 inline void bf16_tile<1>(const LinearWeight& w, const uint16_t* codes, const uint16_t* x,
-                         Pair* acc) {
+                         bool first, Pair* acc) {
     acc->lo = acc->hi = _mm256_setzero_ps();
     for (int32_t k = 0; k < w.k_padded; k += 32) {
         Pair e{_mm256_setzero_ps(), _mm256_setzero_ps()}, o = e;
         for (int32_t i = k; i < k + 32; i += 2) {
-            prefetch(codes + 16 * i);
+            prefetch(codes + 16 * i, first);
             const __m256i a = load(codes + 16 * i), b = load(codes + 16 * i + 16);
             const __m256i pair = broadcast(x + i);
             e.lo = _mm256_fmadd_ps(even(pair), even(a), e.lo);
@@ -194,7 +198,7 @@ void bf16(const LinearWeight& w, const Activations& x, int32_t block_begin, int3
             static_cast<const uint16_t*>(w.codes) + int64_t(block) * w.k_padded * 16;
         for_row_tiles(0, x.rows, [&]<int R>(int32_t row) {
             Pair acc[R];
-            bf16_tile<R>(w, codes, x.bf16 + int64_t(row) * w.k_padded, acc);
+            bf16_tile<R>(w, codes, x.bf16 + int64_t(row) * w.k_padded, row == 0, acc);
             for (int r = 0; r < R; ++r) {
                 store(w, block, acc[r], out + (row + r) * out_stride, accumulate);
             }
@@ -207,11 +211,11 @@ void bf16(const LinearWeight& w, const Activations& x, int32_t block_begin, int3
 // Adds the products of `columns` columns (a multiple of 4) to sum[r][half], exactly.
 template <int R>
 inline void int8_dot(const int8_t* codes, const int8_t* x, ptrdiff_t x_stride, int32_t columns,
-                     __m256i (*sum)[2]) {
+                     bool first, __m256i (*sum)[2]) {
     const __m256i ones = _mm256_set1_epi16(1);
 #pragma GCC unroll 1
     for (int32_t k = 0; k < columns; k += 4) {
-        if (R == 1) prefetch(codes + 16 * k);
+        prefetch(codes + 16 * k, first);
         const __m256i lo = load(codes + 16 * k), hi = load(codes + 16 * k + 32);
         const __m256i abs_lo = _mm256_abs_epi8(lo), abs_hi = _mm256_abs_epi8(hi);
         for (int r = 0; r < R; ++r) {
@@ -233,7 +237,8 @@ void int8_row(const LinearWeight& w, const Activations& x, int32_t block_begin, 
         for_row_tiles(0, x.rows, [&]<int R>(int32_t row) {
             __m256i sum[R][2];
             for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
-            int8_dot<R>(codes, x.codes + int64_t(row) * w.k_padded, w.k_padded, w.k_padded, sum);
+            int8_dot<R>(codes, x.codes + int64_t(row) * w.k_padded, w.k_padded, w.k_padded,
+                        row == 0, sum);
             for (int r = 0; r < R; ++r) {
                 const __m256 sx = _mm256_set1_ps(x.scales[row + r]);
                 const Pair y{
@@ -262,7 +267,7 @@ inline Pair load_scales(const void* values, int64_t index) {
 // sum[r][half] = products of one group; 4-bit codes packed as stored.
 template <int R>
 inline void int4_dot(const uint8_t* codes, const int8_t* x, ptrdiff_t x_stride, int32_t columns,
-                     __m256i (*sum)[2]) {
+                     bool first, __m256i (*sum)[2]) {
     const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
     for (int32_t k = 0; k < columns; k += 32) {
         __m256i part[R][2];
@@ -270,7 +275,7 @@ inline void int4_dot(const uint8_t* codes, const int8_t* x, ptrdiff_t x_stride, 
 #pragma GCC unroll 1
         for (int i = 0; i < 4; ++i) {
             const uint8_t* bytes = codes + 8 * k + 64 * i;
-            if (R == 1) prefetch(bytes);
+            prefetch(bytes, first);
             const __m256i a = load(bytes), b = load(bytes + 32);
             const __m256i a_low = _mm256_and_si256(a, low), b_low = _mm256_and_si256(b, low);
             const __m256i a_high = _mm256_and_si256(_mm256_srli_epi16(a, 4), low);
@@ -316,10 +321,11 @@ inline void panel_dot(const uint8_t* panel, const int8_t* x, ptrdiff_t x_stride,
 }
 
 // Unpacks `columns` (a multiple of 32) of one block to one code per byte.
-inline void unpack_panel(const uint8_t* codes, int32_t columns, uint8_t* panel) {
+inline void unpack_panel(const uint8_t* codes, int32_t columns, bool first, uint8_t* panel) {
     const __m256i low = _mm256_set1_epi8(15);
     for (int32_t k = 0; k < columns; k += 32) {
         for (int i = 0; i < 8; ++i) {
+            if (i % 2 == 0) prefetch(codes + 8 * k + 32 * i, first);
             const __m256i v = load(codes + 8 * k + 32 * i);
             auto* out = reinterpret_cast<__m256i*>(panel + 16 * k + 32 * i);
             _mm256_storeu_si256(out, _mm256_and_si256(v, low));
@@ -356,9 +362,9 @@ __attribute__((noinline)) void group_tile(const LinearWeight& w, const Activatio
         }
         if constexpr (kCodes == Codes::kInt8) {
             int8_dot<R>(reinterpret_cast<const int8_t*>(group_codes), x_codes + begin, w.k_padded,
-                        columns, sum);
+                        columns, row == 0, sum);
         } else if constexpr (kCodes == Codes::kInt4) {
-            int4_dot<R>(group_codes, x_codes + begin, w.k_padded, columns, sum);
+            int4_dot<R>(group_codes, x_codes + begin, w.k_padded, columns, row == 0, sum);
         } else {
             panel_dot<R>(group_codes, x_codes + begin, w.k_padded, columns, sum);
         }
@@ -436,7 +442,7 @@ void group_panels(const LinearWeight& w, const Activations& x, int32_t block_beg
                     g + groups_per_panel < w.num_groups ? g + groups_per_panel : w.num_groups;
                 const int32_t begin = g * w.group, stop = g_end * w.group;
                 unpack_panel(codes + int64_t(begin) * 8,
-                             (stop < w.k_padded ? stop : w.k_padded) - begin, panel);
+                             (stop < w.k_padded ? stop : w.k_padded) - begin, first == 0, panel);
                 for_row_tiles(first, end, [&]<int R>(int32_t row) {
                     const auto tile =
                         w.group == 32 ? group_tile<Codes::kInt4Panel, kScheme, kScale, true, R>
