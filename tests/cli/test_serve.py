@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +16,7 @@ import httpx
 import pytest
 
 from trivet.llm import LLM
+from trivet.quant import load_packed
 from trivet.recipe import Recipe
 from trivet.request import SamplingParams
 
@@ -74,6 +77,46 @@ def test_the_server_gives_the_tokens_of_this_process(tiny_model: Path, draft: st
         choice = _complete(url, model="m", prompt="the dog", stop=stop, **sampled)
         assert (choice["text"], choice["token_ids"]) == (output.text, output.token_ids)
         assert choice["finish_reason"] == output.finish_reason == "stop"
+
+
+# What no start of a server needs; what only its gateway, or only its worker, needs.
+NOWHERE = frozenset(
+    (
+        "matplotlib", "rich", "jinja2", "transformers", "torch", "huggingface_hub", "gguf",
+        "safetensors", "httpx", "psutil", "trivet.bench", "trivet.evaluate", "trivet.llm",
+        "trivet.speculate", "trivet.quant.pack", "trivet.cli.output",
+    )
+)  # fmt: skip
+ONCE = ("numpy", "trivet.native", "trivet.quant", "typer", "pydantic", "starlette", "tokenizers")
+
+
+def test_a_start_imports_what_it_needs_and_nothing_twice(tiny_model: Path) -> None:
+    load_packed(tiny_model)
+    command = [sys.executable, "-m", "trivet", "serve", str(tiny_model), "--port", "0"]
+    environment = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}  # a line for each module
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stderr is not None
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if "ready http" in line:
+                break
+        process.send_signal(signal.SIGTERM)
+        process.communicate()
+    imported = Counter(line.rpartition("|")[2].strip() for line in lines if "import time:" in line)
+    assert imported["trivet.gateway.server"] == imported["trivet.worker.channel"] == 1
+    assert not NOWHERE & imported.keys()
+    assert {name: imported[name] for name in ONCE} == dict.fromkeys(ONCE, 1)
+
+
+def test_a_wrong_command_line_leaves_no_worker(tiny_model: Path) -> None:
+    command = [sys.executable, "-m", "trivet", "serve", str(tiny_model), "--port", "x"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        message = process.stderr.read()  # ends when no process holds the pipe any more
+        assert process.wait(timeout=60) == 2
+    assert message.count("\n") == 1
+    assert "--port" in message
 
 
 def test_a_recipe_is_served(tiny_model: Path, tmp_path: Path) -> None:

@@ -178,6 +178,14 @@ def _notes(worker: WorkerHandle) -> list[str]:
     return worker.ready.notes if worker.ready is not None else []
 
 
+def _release_free_memory() -> None:
+    """Give the system back what building a tokenizer, or packing, has freed: glibc keeps it."""
+    import ctypes
+
+    with contextlib.suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def run_server(config: ServerConfig, hooks: Hooks, sock: socket.socket, launch: Launch) -> int:
     """Serve until a signal; see `trivet.gateway.serve`."""
     server = Server(config, hooks, sock)
@@ -186,6 +194,7 @@ def run_server(config: ServerConfig, hooks: Hooks, sock: socket.socket, launch: 
         gc.freeze()  # what was imported stays: no collection needs to look at it again
         gc.enable()
         print(f"ready {server.url}", file=sys.stderr, flush=True)
+        threading.Thread(target=_release_free_memory, name="trivet-release").start()
 
     server.on_ready = on_ready
     try:
