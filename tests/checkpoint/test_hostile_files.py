@@ -289,7 +289,10 @@ CONFIG_EDITS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "rope factor": ({"rope_scaling": {"rope_type": "linear"}}, ("factor",)),
     "tied a number": ({"tie_word_embeddings": 3}, ("tie_word_embeddings",)),
     "activation": ({"hidden_act": "gelu"}, ("hidden_act",)),
-    "quantized": ({"quantization_config": {"quant_method": "gptq"}}, ("gptq",)),
+    "quantized": (
+        {"quantization_config": {"quant_method": "bitsandbytes"}},
+        ("bitsandbytes", "gptq, awq, compressed-tensors, fp8"),
+    ),
     "partial rotary": ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor",)),
 }
 

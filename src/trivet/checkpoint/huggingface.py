@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from trivet.checkpoint.formats.detect import open_reader
 from trivet.checkpoint.source import (
     MAX_CONFIG_BYTES,
     Checkpoint,
@@ -33,10 +34,11 @@ from trivet.native.weights import WeightTensor
 
 MAX_HEADER_BYTES = 25_000_000  # a quarter of what the safetensors library allows
 _ITEM_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2,
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2,
     "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8,
 }  # fmt: skip
 _READABLE = ("BF16", "F16", "F32")
+_SIDE_CONFIGS = ("quantize_config.json", "quant_config.json")
 
 
 def read_json(path: Path) -> Any:
@@ -122,22 +124,22 @@ def _tensor_info(path: Path, name: str, entry: Any, data_begin: int, data_size: 
 
 
 class HuggingFaceCheckpoint(Checkpoint):
-    """A folder in Hugging Face layout with safetensors weights in bf16, f16 or f32."""
+    """A folder in Hugging Face layout with safetensors weights in bf16, f16 or f32, or quantized."""
 
     kind = "hf"
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metadata: Mapping[str, Any] = read_json_object(path / "config.json")
-        method = self.metadata.get("quantization_config")
-        if method is not None:
-            name = method.get("quant_method") if isinstance(method, dict) else method
-            raise CheckpointError(
-                path / "config.json",
-                f"quantization_config {name!r:.40} is not supported; supported: none"
-                " (bf16, f16 or f32 weights)",
-            )
-        self.tensors: Mapping[str, TensorInfo] = self._collect()
+        stored = self._collect()
+        sides = {
+            name: read_json_object(path / name) for name in _SIDE_CONFIGS if (path / name).is_file()
+        }
+        self._quantized = open_reader(path, self.metadata, sides, stored)
+        self.tensors: Mapping[str, TensorInfo] = stored
+        if self._quantized is not None:
+            self.tensors = self._quantized.tensors
+            self.quantized_types = self._quantized.types
 
     def _collect(self) -> dict[str, TensorInfo]:
         single = self.path / "model.safetensors"
@@ -174,6 +176,8 @@ class HuggingFaceCheckpoint(Checkpoint):
     def read(self, name: str) -> SourceTensor:
         """See `Checkpoint.read`."""
         info = self.info(name)
+        if self._quantized is not None and self._quantized.owns(name):
+            return self._quantized.read(name)
         if info.dtype not in _READABLE:
             raise CheckpointError(
                 info.path,

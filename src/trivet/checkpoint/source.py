@@ -17,12 +17,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trivet.checkpoint.tokenizer import TokenizerData
+from trivet.config import WeightFormat
 from trivet.errors import CheckpointError
 from trivet.native.weights import WeightTensor
 
 Float16 = NDArray[np.float16]
 Float32 = NDArray[np.float32]
-SourceTensor = WeightTensor | Float16 | Float32
+
+
+@dataclasses.dataclass(frozen=True)
+class FloatMatrix:
+    """A quantized matrix [N, K] that is on no grid of the engine, as the values it stands for.
+
+    values  float32 [N, K]
+    format  the form that loses least at about the file's own width; ``auto`` takes it
+    source  type of the source, for reports
+    note    why the values cannot be kept exactly
+    """
+
+    values: Float32
+    format: WeightFormat
+    source: str
+    note: str
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n, k = self.values.shape
+        return n, k
+
+
+SourceTensor = WeightTensor | FloatMatrix | Float16 | Float32
 
 MAX_CONFIG_BYTES = 64 << 20  # largest JSON side file that is read
 
@@ -46,6 +70,7 @@ class Checkpoint(abc.ABC):
     path: Path
     tensors: Mapping[str, TensorInfo]
     metadata: Mapping[str, Any]  # config.json, or the GGUF key-value pairs
+    quantized_types: tuple[str, ...] = ()  # names of a Hugging Face folder's quantized types
 
     @abc.abstractmethod
     def tokenizer_data(self) -> TokenizerData:
@@ -74,6 +99,8 @@ class Checkpoint(abc.ABC):
             if value.format.bits != 16:
                 raise CheckpointError(info.path, f"is a vector of type {info.dtype}", tensor=name)
             return bf16_to_float(value.codes).reshape(length)
+        if isinstance(value, FloatMatrix):
+            raise CheckpointError(info.path, f"is a vector of type {info.dtype}", tensor=name)
         return value.reshape(length).astype(np.float32)
 
     def read_matrix(self, name: str, rows: int, columns: int) -> SourceTensor:

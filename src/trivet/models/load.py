@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trivet.checkpoint import Checkpoint, ModelSource, SourceTensor, open_checkpoint
+from trivet.checkpoint.source import FloatMatrix
 from trivet.checkpoint.tokenizer import TokenizerData
 from trivet.errors import CheckpointError
 from trivet.models.family import GGUF_ROPE_FACTORS, Family, spec_from_gguf, spec_from_hf
@@ -95,7 +96,7 @@ class Model:
                     f"has shape {list(info.shape)}, but the config asks for {list(shape)}",
                     tensor=name,
                 )
-            if info.dtype not in _READABLE_MATRICES:
+            if info.dtype not in (*_READABLE_MATRICES, *self.checkpoint.quantized_types):
                 raise CheckpointError(
                     info.path,
                     f"has the type {info.dtype}, which is not supported;"
@@ -136,6 +137,8 @@ class Model:
 
 def take_rows(value: SourceTensor, order: NDArray[np.intp]) -> SourceTensor:
     """The rows ``order`` of a matrix, codes and scales alike; nothing is rounded."""
+    if isinstance(value, FloatMatrix):
+        return dataclasses.replace(value, values=value.values[order])
     if not isinstance(value, WeightTensor):
         taken: NDArray[Any] = value[order]
         return taken

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trivet.checkpoint import SourceTensor
+from trivet.checkpoint.source import FloatMatrix
 from trivet.models.load import Model
 from trivet.models.spec import rope_tables
 from trivet.native.weights import WeightTensor, dequantize
@@ -23,6 +24,8 @@ def to_float(source: SourceTensor) -> Float32:
     """A tensor's values in float32."""
     if isinstance(source, WeightTensor):
         return dequantize(source)
+    if isinstance(source, FloatMatrix):
+        return source.values
     return source.astype(np.float32)
 
 

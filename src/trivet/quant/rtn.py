@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trivet.checkpoint import SourceTensor
+from trivet.checkpoint.source import FloatMatrix
 from trivet.config import Scheme, WeightFormat
 from trivet.errors import QuantError
 from trivet.native.weights import WeightTensor, dequantize, hadamard_width, rotate
@@ -95,18 +96,20 @@ def _square_sum(values: NDArray[Any]) -> float:
 
 def source_type(source: SourceTensor) -> str:
     """How reports name a source: its file type."""
-    if isinstance(source, WeightTensor):
+    if isinstance(source, WeightTensor | FloatMatrix):
         return source.source
     return "F16" if source.dtype == np.float16 else "F32"
 
 
 def own_format(source: SourceTensor) -> WeightFormat:
     """The format that holds a source best: its own grid, or bf16 for floats."""
-    return source.format if isinstance(source, WeightTensor) else BF16
+    return source.format if isinstance(source, WeightTensor | FloatMatrix) else BF16
 
 
 def float_rows(source: SourceTensor, begin: int, end: int) -> Float32:
     """Rows [begin, end) of a source, float32."""
+    if isinstance(source, FloatMatrix):
+        return source.values[begin:end]
     if not isinstance(source, WeightTensor):
         return source[begin:end].astype(np.float32)
     part = _rows(source, begin, end)
@@ -150,7 +153,10 @@ def convert(source: SourceTensor, target: WeightFormat) -> Converted:
         widened = _widened(source, target)
         if widened is not None:
             return widened
-    return _rounded(source, target)
+    rounded = _rounded(source, target)
+    if isinstance(source, FloatMatrix) and not rounded.weight.exact:
+        return dataclasses.replace(rounded, note=source.note)
+    return rounded
 
 
 def _widened(source: WeightTensor, target: WeightFormat) -> Converted | None:

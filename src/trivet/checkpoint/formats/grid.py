@@ -1,0 +1,190 @@
+"""A weight on an integer grid, as the formats of the field store it, and its way into the engine.
+
+`CodeGrid` is wider than `WeightTensor`: 2 to 8 bits, any group, columns of a group anywhere. What the
+kernels can hold becomes a `WeightTensor` with the same values; the rest stays what it is, as float
+rows with the format that loses least (`FloatMatrix`), and packing reports the error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trivet.checkpoint.source import FloatMatrix
+from trivet.config import Scheme, WeightFormat
+from trivet.errors import QuantError
+from trivet.native.weights import WeightTensor
+
+Float32 = NDArray[np.float32]
+UInt8 = NDArray[np.uint8]
+
+_ENGINE_GROUPS = (128, 64, 32)  # of the grouped kernels, the widest first
+_REQUANTIZED = WeightFormat(8, 32)  # for values on no grid of the engine: 8 bits, little loss
+
+
+@dataclasses.dataclass(frozen=True)
+class CodeGrid:
+    """One linear weight [N out, K in]: scale * (code - zero).
+
+    bits         2 to 8
+    group_size   input columns of one scale; None: the whole row
+    codes        uint8 [N, K], 0 .. 2^bits - 1
+    scales       float16 or float32 [N, G], G = ceil(K / group_size)
+    zeros        uint8 [N, G]; None: symmetric, 2^(bits - 1) everywhere
+    group_index  int32 [K], the group of each column (act-order); None: column k is in group
+                 k // group_size
+    """
+
+    bits: int
+    group_size: int | None
+    codes: UInt8
+    scales: NDArray[np.float16] | Float32
+    zeros: UInt8 | None = None
+    group_index: NDArray[np.int32] | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n, k = self.codes.shape
+        return n, k
+
+    @property
+    def num_groups(self) -> int:
+        return num_groups(self.shape[1], self.group_size)
+
+    @property
+    def middle(self) -> int:
+        """The zero point of a symmetric grid."""
+        return 1 << self.bits - 1
+
+    def __post_init__(self) -> None:
+        n, k = self.codes.shape
+        assert 2 <= self.bits <= 8, self.bits
+        assert self.codes.dtype == np.uint8, self.codes.dtype
+        assert self.scales.shape == (n, self.num_groups), (self.scales.shape, self.num_groups)
+        assert self.scales.dtype in (np.float16, np.float32), self.scales.dtype
+        if self.zeros is not None:
+            assert self.zeros.shape == self.scales.shape, self.zeros.shape
+            assert self.zeros.dtype == np.uint8, self.zeros.dtype
+        if self.group_index is not None:
+            assert self.group_index.shape == (k,), self.group_index.shape
+        limit = 1 << self.bits
+        assert not self.codes.size or int(self.codes.max()) < limit, "codes fit their bits"
+        assert self.zeros is None or int(self.zeros.max(initial=0)) < limit, "zeros fit their bits"
+
+    def column_groups(self) -> NDArray[np.intp]:
+        """The group of each column, [K]."""
+        k = self.shape[1]
+        if self.group_index is not None:
+            return self.group_index.astype(np.intp)
+        return np.arange(k) // (self.group_size or max(k, 1))
+
+    def values(self) -> Float32:
+        """The values the grid stands for, each rounded once to float32, [N, K]."""
+        groups = self.column_groups()
+        zeros: NDArray[np.int16] | int = self.middle
+        if self.zeros is not None:
+            zeros = self.zeros.astype(np.int16)[:, groups]
+        # At most 9 bits times at most 24: the product rounds once, in float32 already.
+        steps = (self.codes.astype(np.int16) - zeros).astype(np.float32)
+        result: Float32 = self.scales.astype(np.float32)[:, groups] * steps
+        return result
+
+
+def num_groups(k: int, group_size: int | None) -> int:
+    """Groups of a row of k columns; the last may be shorter."""
+    return 1 if group_size is None else -(-k // group_size)
+
+
+def normalized(grid: CodeGrid) -> CodeGrid:
+    """The same values said as plainly as they can be.
+
+    Zero points that all are the middle become symmetric, an index that is the natural order goes,
+    a group as wide as the row is the row.
+    """
+    k = grid.shape[1]
+    if grid.zeros is not None and (grid.zeros == grid.middle).all():
+        grid = dataclasses.replace(grid, zeros=None)
+    if grid.group_size is not None and grid.group_size >= k:
+        grid = dataclasses.replace(grid, group_size=None)
+    if grid.group_index is not None:
+        natural = dataclasses.replace(grid, group_index=None)
+        if np.array_equal(natural.column_groups(), grid.group_index):
+            grid = natural
+    return grid
+
+
+def to_source(grid: CodeGrid, source: str) -> WeightTensor | FloatMatrix:
+    """A grid as the engine's own form where that holds every value, else as float rows.
+
+    2 and 3 bits widen to 4, 5 to 7 bits to 8; a group of 256 or of the row becomes groups of 128 that
+    share a scale. Not on the engine's grids: columns in another order than their groups, groups that
+    are no multiple of 32, and 8-bit zero points that put a code beyond int8.
+
+    source  names the file's format in reports
+    """
+    grid = normalized(grid)
+    k = grid.shape[1]
+
+    def requantized(note: str) -> FloatMatrix:
+        return FloatMatrix(grid.values(), _REQUANTIZED, source, note)
+
+    if grid.group_index is not None:
+        return requantized("act-order: the columns of a group are not together")
+    own = grid.group_size
+    group = next((g for g in _ENGINE_GROUPS if own is None or own % g == 0), None)
+    if group is None:
+        return requantized(f"groups of {own} are no multiple of 32")
+    count = num_groups(k, group)
+
+    def spread(values: NDArray[Any]) -> NDArray[Any]:
+        if own is None:
+            return np.repeat(values, count, axis=1)
+        return np.ascontiguousarray(np.repeat(values, own // group, axis=1)[:, :count])
+
+    scales = spread(_narrow(grid.scales))
+    if grid.bits <= 4 and grid.zeros is None:
+        codes = grid.codes + np.uint8(8 - grid.middle)
+        return WeightTensor(WeightFormat(4, group), codes, scales, exact=True, source=source)
+    if grid.bits <= 4:
+        assert grid.zeros is not None
+        zp = WeightFormat(4, group, Scheme.ZP)
+        zeros = spread(grid.zeros)
+        return WeightTensor(zp, grid.codes, scales, None, zeros, exact=True, source=source)
+    offsets: NDArray[np.int16] | int = grid.middle
+    if grid.zeros is not None:
+        offsets = grid.zeros.astype(np.int16)[:, grid.column_groups()]
+    signed = grid.codes.astype(np.int16) - offsets
+    if signed.size and (int(signed.max()) > 127 or int(signed.min()) < -128):
+        return requantized("8-bit zero points put codes beyond int8")
+    codes8 = signed.astype(np.int8)
+    return WeightTensor(WeightFormat(8, group), codes8, scales, exact=True, source=source)
+
+
+def _narrow(scales: NDArray[np.float16] | Float32) -> NDArray[np.float16] | Float32:
+    """Scales in float16 where that keeps every one of them."""
+    if scales.dtype == np.float16:
+        return scales
+    with np.errstate(over="ignore"):
+        half = scales.astype(np.float16)
+    return half if np.array_equal(half.astype(np.float32), scales) else scales
+
+
+def to_grid(weight: WeightTensor) -> CodeGrid:
+    """An integer weight of the engine as the formats of the field say it.
+
+    Raises QuantError: bf16, a float minimum, or whole-row int8, whose columns are rotated.
+    """
+    form = weight.format
+    if form.bits == 16 or form.scheme is Scheme.MIN or form.group_size is None:
+        raise QuantError(
+            f"{form.full_form} has no place in this format; expected integer codes"
+            " with a scale and at most a zero point per group"
+        )
+    assert weight.scales is not None
+    codes = weight.codes.astype(np.uint8)
+    if form.bits == 8:
+        codes = (weight.codes.astype(np.int16) + 128).astype(np.uint8)
+    return normalized(CodeGrid(form.bits, form.group_size, codes, weight.scales, weight.zeros))
