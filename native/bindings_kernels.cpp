@@ -51,14 +51,12 @@ const MathKernels& math_table(const std::string& level) {
     return generic::math_kernels;
 }
 
-void apply_math(const std::string& level, const std::string& function,
-                const Array<const float, 1>& x, const Array<float, 1>& out) {
+void apply_exp(const std::string& level, const Array<const float, 1>& x,
+               const Array<float, 1>& out) {
     require(x.size() == out.size(), "x and out have one length");
     const MathKernels& table = math_table(level);
-    require(function == "exp" || function == "log", "function is exp or log");
     const FpState fp_state;
-    (function == "exp" ? table.exp : table.log)(x.data(), static_cast<int32_t>(x.size()),
-                                                out.data());
+    table.exp(x.data(), static_cast<int32_t>(x.size()), out.data());
 }
 
 void rms_norm(const std::string& level, const Array<const float, 2>& x,
@@ -227,8 +225,7 @@ std::vector<double> pool_loops(int num_threads, int num_loops, double pause_s) {
 }  // namespace
 
 void bind_kernels(nb::module_& m) {
-    m.def("kernel_math", apply_math, "level"_a, "function"_a, "x"_a, "out"_a,
-          "exp or log of x into out.");
+    m.def("kernel_exp", apply_exp, "level"_a, "x"_a, "out"_a, "exp of x into out.");
     m.def("kernel_rms_norm", rms_norm, "level"_a, "x"_a, "gain"_a, "eps"_a, "out"_a,
           "RMSNorm of rows of x into out.");
     m.def("kernel_rope", rope, "level"_a, "x"_a, "cos"_a, "sin"_a, "out"_a,

@@ -11,14 +11,8 @@ void exp(const float* x, int32_t n, float* out) {
     for (; i < n; ++i) out[i] = exp_f32(x[i]);
 }
 
-void log(const float* x, int32_t n, float* out) {
-    int32_t i = 0;
-    for (; i + 8 <= n; i += 8) _mm256_storeu_ps(out + i, log_ps(_mm256_loadu_ps(x + i)));
-    for (; i < n; ++i) out[i] = log_f32(x[i]);
-}
-
 }  // namespace
 
-const MathKernels math_kernels = {exp, log};
+const MathKernels math_kernels = {exp};
 
 }  // namespace trivet::avx2

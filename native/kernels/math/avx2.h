@@ -39,34 +39,6 @@ static inline __m256 silu_ps(__m256 x) {
     return _mm256_div_ps(x, _mm256_add_ps(one, exp_ps(negated)));
 }
 
-static inline __m256 log_ps(__m256 x) {
-    const __m256i bits = _mm256_castps_si256(x);
-    const __m256i exponent =
-        _mm256_srai_epi32(_mm256_sub_epi32(bits, _mm256_set1_epi32(kSqrtHalfBits)), 23);
-    const __m256 e = _mm256_cvtepi32_ps(exponent);
-    const __m256 mantissa =
-        _mm256_castsi256_ps(_mm256_sub_epi32(bits, _mm256_slli_epi32(exponent, 23)));
-    const __m256 f = _mm256_sub_ps(mantissa, _mm256_set1_ps(1.0f));
-    const __m256 square = _mm256_mul_ps(f, f);
-    __m256 p = _mm256_set1_ps(kLogP[0]);
-    for (int i = 1; i < 9; ++i) p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(kLogP[i]));
-    __m256 y = _mm256_mul_ps(_mm256_mul_ps(p, f), square);
-    y = _mm256_fmadd_ps(e, _mm256_set1_ps(kLn2Low), y);
-    y = _mm256_fmadd_ps(_mm256_set1_ps(-0.5f), square, y);
-    y = _mm256_fmadd_ps(e, _mm256_set1_ps(kLn2High), _mm256_add_ps(f, y));
-    const __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff));
-    const __m256i infinity = _mm256_set1_epi32(0x7f800000);
-    const __m256 is_zero =
-        _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(0x00800000), magnitude));
-    const __m256 is_nan = _mm256_castsi256_ps(
-        _mm256_or_si256(_mm256_srai_epi32(bits, 31), _mm256_cmpgt_epi32(magnitude, infinity)));
-    const __m256 is_inf = _mm256_castsi256_ps(_mm256_cmpeq_epi32(bits, infinity));
-    y = _mm256_blendv_ps(y, _mm256_castsi256_ps(infinity), is_inf);
-    y = _mm256_blendv_ps(y, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), is_nan);
-    return _mm256_blendv_ps(
-        y, _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(0xff800000u))), is_zero);
-}
-
 // bf16 bits in the low half of each lane.
 static inline __m256i to_bf16_epi32(__m256 x) {
     const __m256i bits = _mm256_castps_si256(x), high = _mm256_srli_epi32(bits, 16);

@@ -16,15 +16,8 @@ void exp(const float* x, int32_t n, float* out) {
     }
 }
 
-void log(const float* x, int32_t n, float* out) {
-    for (int32_t i = 0; i < n; i += 16) {
-        const __mmask16 mask = first_lanes(n - i);
-        _mm512_mask_storeu_ps(out + i, mask, log_ps(_mm512_maskz_loadu_ps(mask, x + i)));
-    }
-}
-
 }  // namespace
 
-const MathKernels math_kernels = {exp, log};
+const MathKernels math_kernels = {exp};
 
 }  // namespace trivet::avx512

@@ -33,35 +33,6 @@ static inline __m512 silu_ps(__m512 x) {
     return _mm512_div_ps(x, _mm512_add_ps(one, exp_ps(negated)));
 }
 
-static inline __m512 log_ps(__m512 x) {
-    const __m512i bits = _mm512_castps_si512(x);
-    const __m512i exponent =
-        _mm512_srai_epi32(_mm512_sub_epi32(bits, _mm512_set1_epi32(kSqrtHalfBits)), 23);
-    const __m512 e = _mm512_cvtepi32_ps(exponent);
-    const __m512 mantissa =
-        _mm512_castsi512_ps(_mm512_sub_epi32(bits, _mm512_slli_epi32(exponent, 23)));
-    const __m512 f = _mm512_sub_ps(mantissa, _mm512_set1_ps(1.0f));
-    const __m512 square = _mm512_mul_ps(f, f);
-    __m512 p = _mm512_set1_ps(kLogP[0]);
-    for (int i = 1; i < 9; ++i) p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(kLogP[i]));
-    __m512 y = _mm512_mul_ps(_mm512_mul_ps(p, f), square);
-    y = _mm512_fmadd_ps(e, _mm512_set1_ps(kLn2Low), y);
-    y = _mm512_fmadd_ps(_mm512_set1_ps(-0.5f), square, y);
-    y = _mm512_fmadd_ps(e, _mm512_set1_ps(kLn2High), _mm512_add_ps(f, y));
-    const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff));
-    const __m512i infinity = _mm512_set1_epi32(0x7f800000);
-    const __mmask16 is_zero = _mm512_cmplt_epi32_mask(magnitude, _mm512_set1_epi32(0x00800000));
-    const __mmask16 is_nan = _mm512_cmplt_epi32_mask(bits, _mm512_setzero_si512()) |
-                             _mm512_cmpgt_epi32_mask(magnitude, infinity);
-    const __mmask16 is_inf = _mm512_cmpeq_epi32_mask(bits, infinity);
-    __m512i result = _mm512_castps_si512(y);
-    result = _mm512_mask_mov_epi32(result, is_inf, infinity);
-    result = _mm512_mask_mov_epi32(result, is_nan, _mm512_set1_epi32(0x7fc00000));
-    result =
-        _mm512_mask_mov_epi32(result, is_zero, _mm512_set1_epi32(static_cast<int>(0xff800000u)));
-    return _mm512_castsi512_ps(result);
-}
-
 // bf16 bits in the low half of each lane.
 static inline __m512i to_bf16_epi32(__m512 x) {
     const __m512i bits = _mm512_castps_si512(x), high = _mm512_srli_epi32(bits, 16);

@@ -8,12 +8,8 @@ void exp(const float* x, int32_t n, float* out) {
     for (int32_t i = 0; i < n; ++i) out[i] = exp_f32(x[i]);
 }
 
-void log(const float* x, int32_t n, float* out) {
-    for (int32_t i = 0; i < n; ++i) out[i] = log_f32(x[i]);
-}
-
 }  // namespace
 
-const MathKernels math_kernels = {exp, log};
+const MathKernels math_kernels = {exp};
 
 }  // namespace trivet::generic

@@ -1,5 +1,5 @@
-// exp and log of arrays: the contract's functions by themselves. Other kernels use the inline
-// versions in scalar.h, avx2.h and avx512.h, which these wrap.
+// exp of arrays: the contract's function by itself. Other kernels use the inline versions in
+// scalar.h, avx2.h and avx512.h, which these wrap.
 //
 // float32 [n] each, any n >= 0, no alignment; out may be x.
 #pragma once
@@ -9,7 +9,6 @@ namespace trivet {
 
 struct MathKernels {
     void (*exp)(const float* x, int32_t n, float* out);
-    void (*log)(const float* x, int32_t n, float* out);
 };
 
 namespace generic {

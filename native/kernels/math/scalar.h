@@ -77,29 +77,6 @@ static inline float exp_f32(float x) {
     return p * bits_float((float_bits(shifted) - float_bits(kRoundMagic) + 127u) << 23);
 }
 
-// log(x) for x > 0: x = m 2^e with m in [sqrt(1/2), sqrt(2)), a polynomial in m - 1 (Cephes'
-// coefficients). log(0) and of subnormals is -inf, log(+inf) is +inf, below zero and NaN give NaN.
-static constexpr uint32_t kSqrtHalfBits = 0x3f3504f3u;
-static constexpr float kLogP[9] = {7.0376836292e-2f,  -1.1514610310e-1f, 1.1676998740e-1f,
-                                   -1.2420140846e-1f, 1.4249322787e-1f,  -1.6668057665e-1f,
-                                   2.0000714765e-1f,  -2.4999993993e-1f, 3.3333331174e-1f};
-
-static inline float log_f32(float x) {
-    const uint32_t bits = float_bits(x);
-    if ((bits & 0x7fffffffu) < 0x00800000u) return bits_float(0xff800000u);
-    if (bits >= 0x7f800000u) return bits == 0x7f800000u ? x : bits_float(0x7fc00000u);
-    const int32_t exponent = static_cast<int32_t>(bits - kSqrtHalfBits) >> 23;
-    const float e = static_cast<float>(exponent);
-    const float f = bits_float(bits - (static_cast<uint32_t>(exponent) << 23)) - 1.0f;
-    const float square = f * f;
-    float p = kLogP[0];
-    for (int i = 1; i < 9; ++i) p = fma_f32(p, f, kLogP[i]);
-    float y = (p * f) * square;
-    y = fma_f32(e, kLn2Low, y);
-    y = fma_f32(-0.5f, square, y);
-    return fma_f32(e, kLn2High, f + y);
-}
-
 static inline float silu_f32(float x) { return x / (1.0f + exp_f32(-x)); }
 
 }  // namespace trivet

@@ -14,8 +14,8 @@ def isa_levels() -> list[tuple[str, str]]:
     Every instruction-set level, lowest first, with why it cannot run here (empty: it can).
     """
 
-def kernel_math(level: str, function: str, x: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')]) -> None:
-    """exp or log of x into out."""
+def kernel_exp(level: str, x: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')]) -> None:
+    """exp of x into out."""
 
 def kernel_rms_norm(level: str, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], gain: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], eps: float, out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu')]) -> None:
     """RMSNorm of rows of x into out."""

@@ -295,10 +295,6 @@ class NativeModel:
     def logits(self) -> Float32:
         return self._native.logits().copy()
 
-    def logits_view(self) -> Float32:
-        """The last step's logits without a copy; the next step overwrites them."""
-        return self._native.logits()
-
     def new_sampler(
         self, params: SamplingParams, choice_index: int, prompt_ids: Sequence[int]
     ) -> _core.SamplerState:

@@ -49,21 +49,6 @@ EXP_COEFFICIENTS = tuple(
         1.0,
     )
 )
-SQRT_HALF_BITS = 0x3F3504F3
-LOG_COEFFICIENTS = tuple(
-    F(c)
-    for c in (
-        7.0376836292e-2,
-        -1.1514610310e-1,
-        1.1676998740e-1,
-        -1.2420140846e-1,
-        1.4249322787e-1,
-        -1.6668057665e-1,
-        2.0000714765e-1,
-        -2.4999993993e-1,
-        3.3333331174e-1,
-    )
-)
 
 
 def exp32(x: Float32) -> Float32:
@@ -80,29 +65,6 @@ def exp32(x: Float32) -> Float32:
         p = fma32(p, r, coefficient)
     exponent = shifted.view(np.uint32) - ROUND_MAGIC.view(np.uint32) + np.uint32(127)
     return mul32(p, (exponent << 23).view(np.float32))
-
-
-def log32(x: Float32) -> Float32:
-    """Natural log of the contract; -inf for zero and subnormal numbers, NaN below zero."""
-    x = np.asarray(x, np.float32)
-    bits = x.view(np.uint32)
-    exponent = (bits - np.uint32(SQRT_HALF_BITS)).view(np.int32) >> 23
-    e = exponent.astype(np.float32)
-    mantissa = (bits - (exponent.view(np.uint32) << 23)).view(np.float32)
-    f = add32(mantissa, F(-1.0))
-    square = mul32(f, f)
-    p = np.full_like(f, LOG_COEFFICIENTS[0])
-    for coefficient in LOG_COEFFICIENTS[1:]:
-        p = fma32(p, f, coefficient)
-    y = mul32(mul32(p, f), square)
-    y = fma32(e, LN2_LOW, y)
-    y = fma32(F(-0.5), square, y)
-    y = fma32(e, LN2_HIGH, add32(f, y))
-    magnitude = bits & np.uint32(0x7FFFFFFF)
-    y = np.where(bits == 0x7F800000, F(np.inf), y)
-    y = np.where((bits >= 0x80000000) | (magnitude > 0x7F800000), F(np.nan), y)
-    result: Float32 = np.where(magnitude < 0x00800000, F(-np.inf), y).astype(np.float32)
-    return result
 
 
 def silu32(x: Float32) -> Float32:
