@@ -97,11 +97,10 @@ def test_finer_scales_err_less() -> None:
 
 def test_stored_parts_by_granularity() -> None:
     values = np.ones((200, 300), np.float32)
+    blocks: dict[str, str | tuple[int, int]] = {"t": "tensor", "c": "channel", "b": (128, 128)}
     shapes = {
-        block: {
-            suffix: stored.array.shape for suffix, stored in encode(quantize(values, b)).items()
-        }
-        for block, b in {"t": "tensor", "c": "channel", "b": (128, 128)}.items()
+        name: {part: s.array.shape for part, s in encode(quantize(values, block)).items()}
+        for name, block in blocks.items()
     }
     assert shapes == {
         "t": {"weight": (200, 300), "weight_scale": (1,)},
