@@ -125,7 +125,7 @@ def test_the_engine_takes_it_as_8_bits() -> None:
 
 
 def test_the_config_has_one_granularity() -> None:
-    weight = Fp8Weight(np.zeros((8, 8), np.uint8), np.ones((1, 1), np.float32), "tensor", (8, 8))
+    weight = Fp8Weight(np.zeros((8, 8), np.uint8), np.ones((1, 1), np.float32), (8, 8))
     assert config({"a": weight}, ["lm_head"])["weight_block_size"] is None
     assert config({"a": quantize(np.eye(200, dtype=np.float32), (128, 128))}, [])[
         "weight_block_size"

@@ -268,7 +268,7 @@ def _hollow(weight: CodeGrid | Fp8Weight) -> CodeGrid | Fp8Weight:
 
     if isinstance(weight, Fp8Weight):
         return Fp8Weight(
-            empty(weight.codes), empty(weight.scales), weight.granularity, weight.block
+            empty(weight.codes), empty(weight.scales), weight.block, weight.granularity
         )
     return CodeGrid(
         weight.bits,

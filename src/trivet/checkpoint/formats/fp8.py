@@ -84,14 +84,15 @@ class Fp8Weight:
 
     codes        uint8 [N, K]
     scales       float32 [ceil(N / block[0]), ceil(K / block[1])]
-    granularity  ``tensor``, ``channel`` (the output row) or ``block``
     block        rows and columns of one scale
+    granularity  ``tensor``, ``channel`` (the output row) or ``block``; left empty, it is what block
+                 and shape say, and a weight of one block counts as ``tensor``
     """
 
     codes: UInt8
     scales: Float32
-    granularity: str
     block: tuple[int, int]
+    granularity: str = ""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -101,6 +102,9 @@ class Fp8Weight:
     def __post_init__(self) -> None:
         rows, columns = self.block
         n, k = self.codes.shape
+        if not self.granularity:
+            known = {(n, k): "tensor", (1, k): "channel"}
+            object.__setattr__(self, "granularity", known.get(self.block, "block"))
         assert self.granularity in GRANULARITIES, self.granularity
         assert self.codes.dtype == np.uint8, self.codes.dtype
         assert self.scales.dtype == np.float32, self.scales.dtype
@@ -135,7 +139,7 @@ def quantize(values: Float32, block: tuple[int, int] | str) -> Fp8Weight:
     scales = (largest / np.float32(MAX)).astype(np.float32)
     scales[scales == 0] = 1.0
     codes = encode_values(values / _spread(scales, size, (n, k)))
-    return Fp8Weight(codes, scales, granularity, size)
+    return Fp8Weight(codes, scales, size, granularity)
 
 
 def encode(weight: Fp8Weight) -> dict[str, Stored]:
@@ -196,7 +200,7 @@ def read_weight(
     n, k = codes.shape
     granularity, block = layout
     scales = scales.reshape(-(-n // block[0]), -(-k // block[1]))
-    return Fp8Weight(codes, scales, granularity, block)
+    return Fp8Weight(codes, scales, block, granularity)
 
 
 def to_source(weight: Fp8Weight) -> FloatMatrix:
