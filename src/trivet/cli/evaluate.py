@@ -1,14 +1,17 @@
-"""`trivet evaluate`: perplexity, and the distance from a baseline."""
+"""`trivet evaluate`: perplexity, the distance from a baseline, and the gate."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trivet.cli import options
 from trivet.cli.output import Output, number
+
+if TYPE_CHECKING:
+    from trivet.evaluate import Evaluation, GateOptions
 
 
 def evaluate(
@@ -20,7 +23,8 @@ def evaluate(
         typer.Option(metavar="MODEL2", help="Compare with this model.  [default: MODEL]"),
     ] = None,
     baseline_weights: Annotated[
-        str | None, typer.Option(metavar="F2", help="Weight format of the baseline: bf16, ...")
+        str | None,
+        typer.Option(metavar="F2", help="Weight format of the baseline.  [default: bf16]"),
     ] = None,
     baseline_kv: Annotated[
         str | None, typer.Option(metavar="K2", help="KV format of the baseline.  [default: bf16]")
@@ -33,8 +37,12 @@ def evaluate(
         ),
     ] = None,
     max_tokens: Annotated[
-        int, typer.Option(metavar="M", help="Tokens scored of each corpus.")
-    ] = 8192,
+        int | None,
+        typer.Option(
+            metavar="M",
+            help="Tokens scored of each corpus.  [default: 8192, in a fast gate 1536]",
+        ),
+    ] = None,
     context: Annotated[int, typer.Option(metavar="N", help="Tokens of one window.")] = 1024,
     stride: Annotated[
         int | None,
@@ -44,29 +52,51 @@ def evaluate(
         str | None,
         typer.Option(
             metavar="G",
-            help="fast or full: pass or reject by perplexity; exit 0 only on pass.",
+            help="fast or full: may the model take the baseline's place? Exit 0 only on pass.",
         ),
     ] = None,
-    task: Annotated[list[str] | None, typer.Option(metavar="KIND", hidden=True)] = None,
-    tasks: Annotated[Path | None, typer.Option(metavar="DIR", hidden=True)] = None,
-    budget: Annotated[float | None, typer.Option(metavar="SECONDS", hidden=True)] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KIND",
+            help="Kind of task that may block: chat, summary, classification, knowledge, maths, "
+            "code, sql, structured-output, long-context; once for each.  [default: all]",
+        ),
+    ] = None,
+    tasks: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder of task files (.jsonl).  [default: built in]"),
+    ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="Time for the gate; its checks are sized to it."),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(metavar="S", help="Seed of drawn items and of intervals.")
+    ] = 0,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="DIR", help="Write gate.json and the report (HTML) here."
+        ),
+    ] = None,
     threads: options.Threads = None,
     max_model_len: options.MaxModelLen = None,
     json: options.Json = False,
 ) -> int:
-    """Measure perplexity, and the distance from a baseline.
+    """Measure perplexity and the distance from a baseline; with --gate, say whether it may serve.
 
     Every token of a corpus is scored once. Windows of --context tokens begin every --stride tokens and
     each scores what the one before did not.
     """
     from trivet.config import KVFormat, ModelConfig
     from trivet.errors import ConfigError
-    from trivet.evaluate import Verdict, evaluate_model
+    from trivet.evaluate import GateOptions, Verdict, evaluate_model, parse_kinds
 
-    unsupported = {"task": task, "tasks": tasks, "budget": budget}
-    for name, value in unsupported.items():
-        if value:
-            raise ConfigError(name, str(value), "nothing: only corpora are measured")
+    if gate is None:
+        for name, value in (("task", task), ("tasks", tasks), ("budget", budget)):
+            if value:
+                raise ConfigError(name, str(value), "nothing without --gate fast or full")
     name, given = options.settings(
         model, weights=weights, kv=kv, threads=threads, max_model_len=max_model_len
     )
@@ -76,15 +106,25 @@ def evaluate(
     if baseline is not None or baseline_weights is not None or baseline_kv is not None:
         base_name, base_given = options.settings(
             baseline or model,
-            weights=baseline_weights,
+            weights=baseline_weights or "bf16",
             kv=baseline_kv or "bf16",
             threads=threads,
             max_model_len=max_model_len,
         )
         base_given["kv"] = KVFormat.parse(base_given["kv"])
         base_config = ModelConfig(model=base_name, **base_given)
+    asked: GateOptions | None = None
+    if gate is not None:
+        asked = GateOptions(
+            size=gate, tasks=tasks, kinds=parse_kinds(task), budget_s=budget, seed=seed
+        )
     out = Output(json)
     with out.loading() as loading, out.progress("evaluate", 1.0) as bar:
+
+        def on_check(label: str, share: float) -> None:
+            bar.label(label)
+            bar.set(share)
+
         evaluation = evaluate_model(
             config,
             base_config,
@@ -92,10 +132,23 @@ def evaluate(
             max_tokens=max_tokens,
             context=context,
             stride=stride,
-            gate=gate,
+            gate=asked,
             loading=loading,
             progress=lambda done, total: bar.set(done / total),
+            on_check=on_check,
         )
+    _show(out, evaluation)
+    if output is not None:
+        from trivet.evaluate import write_gate
+
+        path = write_gate(evaluation, output)
+        out.note(f"wrote {path}")
+    out.result(evaluation.as_json())
+    verdict = evaluation.gate
+    return 0 if verdict is None or verdict.verdict is Verdict.PASS else 1
+
+
+def _show(out: Output, evaluation: Evaluation) -> None:
     report = evaluation.report
     out.table(
         f"{evaluation.model}  weights {evaluation.weights}  kv {evaluation.kv}"
@@ -114,10 +167,18 @@ def evaluate(
             for quality in [*report.corpora, report.overall]
         ],
     )
+    details = evaluation.details
+    if details is not None:
+        out.table(
+            f"checks ({details.options.size} gate, {details.seconds:.0f} s)",
+            ("check", "kind", "finding", "seconds"),
+            [
+                (check.name, check.kind.value, check.finding.value, f"{check.seconds:.1f}")
+                for check in details.checks
+            ],
+        )
     verdict = evaluation.gate
     if verdict is not None:
         out.note(
             f"{verdict.verdict.value}: {'; '.join(verdict.reasons)}. Next: {verdict.next_step}."
         )
-    out.result(evaluation.as_json())
-    return 0 if verdict is None or verdict.verdict is Verdict.PASS else 1

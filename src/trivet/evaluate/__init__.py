@@ -1,16 +1,23 @@
 """Quality: how far is a model from its baseline, and may it take the baseline's place?
 
-corpora.py  texts to measure on
-scoring.py  logits of a text, chunk by chunk, and sums over them
-quality.py  perplexity, divergence, agreement per corpus
-gate.py     the verdict
-run.py      all of it from a model's name
+corpora.py        texts to measure on
+scoring.py        logits of a text, chunk by chunk, and sums over them
+quality.py        perplexity, divergence, agreement per corpus
+subject.py        a model as checks see it: scores of continuations, greedy texts
+task.py           items with a right answer, from files; builtin_tasks.py makes some
+checks/           the checks of the gate, one file each
+statistics.py     paired tests and intervals
+gate.py           the rules: one verdict of all findings
+gating.py         run the checks of a gate
+run.py            all of it from a model's name
+report.py         the files a gate leaves
 """
 
 from __future__ import annotations
 
 from trivet.evaluate.corpora import Corpus, builtin_corpora, load_corpora
-from trivet.evaluate.gate import GateResult, Verdict, judge_corpora
+from trivet.evaluate.gate import GateResult, judge_checks, judge_corpora
+from trivet.evaluate.gating import GateOptions, GateReport
 from trivet.evaluate.quality import (
     EncodedCorpus,
     Quality,
@@ -18,26 +25,39 @@ from trivet.evaluate.quality import (
     encode_corpora,
     measure_quality,
 )
+from trivet.evaluate.report import write_gate
+from trivet.evaluate.results import CheckResult, Finding, Kind, Verdict
 from trivet.evaluate.run import Evaluation, evaluate_model, new_scorer
 from trivet.evaluate.scoring import Scorer, Window, make_windows, score_windows
+from trivet.evaluate.task import Task, load_tasks, parse_kinds
 
 __all__ = [
+    "CheckResult",
     "Corpus",
     "EncodedCorpus",
     "Evaluation",
+    "Finding",
+    "GateOptions",
+    "GateReport",
     "GateResult",
+    "Kind",
     "Quality",
     "QualityReport",
     "Scorer",
+    "Task",
     "Verdict",
     "Window",
     "builtin_corpora",
     "encode_corpora",
     "evaluate_model",
+    "judge_checks",
     "judge_corpora",
     "load_corpora",
+    "load_tasks",
     "make_windows",
     "measure_quality",
     "new_scorer",
+    "parse_kinds",
     "score_windows",
+    "write_gate",
 ]

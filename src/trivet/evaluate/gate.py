@@ -1,25 +1,25 @@
-"""The gate: may a configuration be used in the place of its baseline?
+"""The gate's rules: may a configuration be used in the place of its baseline?
 
-The corpora rule: perplexity may not rise by more than MAX_DELTA_PPL on any corpus. It needs a baseline
-and at least MIN_CORPORA corpora to pass; it can reject with less.
+`judge_corpora` is the corpora rule by itself, for callers with little time (the ladder): perplexity may
+not rise by more than MAX_DELTA_PPL on any corpus. It needs a baseline and at least MIN_CORPORA corpora
+to pass; it can reject with less.
+
+`judge_checks` makes one verdict of all checks of a gate (`gating.py` runs them): a verdict for each
+kind of task, and one over the kinds that may block.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
+from collections.abc import Sequence
 from typing import Any
 
 from trivet.evaluate.quality import QualityReport
+from trivet.evaluate.results import CheckResult, Finding, Kind, Verdict
 
 MAX_DELTA_PPL = 0.5
 MIN_CORPORA = 2
-
-
-class Verdict(enum.StrEnum):
-    PASS = "pass"
-    REJECT = "reject"
-    UNDECIDED = "undecided"
+MIN_VOTES = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,3 +75,55 @@ def _reason(name: str, delta: float | None) -> str:
     if delta is None:
         return f"{name}: perplexity is not finite"
     return f"{name}: perplexity {delta:+.3f}, allowed up to +{MAX_DELTA_PPL}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Ruling:
+    """The verdict of a gate: one over all that may block, one for each kind of task, and why.
+
+    kinds  per kind that was looked at: pass, reject, undecided or ``no signal``
+    """
+
+    verdict: Verdict
+    reasons: list[str]
+    kinds: dict[Kind, Finding]
+    num_votes: int
+
+
+def judge_checks(results: Sequence[CheckResult], asked: Sequence[Kind] = ()) -> Ruling:
+    """One verdict of all checks.
+
+    asked  the kinds of task that may block; empty: all that were looked at. Checks of the model as a
+           whole always may.
+    """
+    kinds = {
+        kind: _finding_of([result for result in results if result.kind is kind])
+        for kind in dict.fromkeys(result.kind for result in results)
+    }
+    blocking = [r for r in results if not asked or r.kind in asked or r.kind is Kind.MODEL]
+    num_votes = sum(result.votes for result in results)
+    rejected = [result.reason for result in blocking if result.finding is Finding.REJECT]
+    if rejected:
+        return Ruling(Verdict.REJECT, rejected, kinds, num_votes)
+    open_ = [r.reason for r in blocking if r.finding in (Finding.UNDECIDED, Finding.NOT_RUN)]
+    for kind in asked:
+        if kinds.get(kind, Finding.NO_SIGNAL) is Finding.NO_SIGNAL:
+            open_.append(f"{kind.value}: no task of this kind carries a signal; give --tasks DIR")
+    if num_votes < MIN_VOTES:
+        open_.append(f"{num_votes} tasks carry a signal, {MIN_VOTES} are needed")
+    if open_:
+        return Ruling(Verdict.UNDECIDED, open_, kinds, num_votes)
+    passed = sum(result.finding is Finding.PASS for result in results)
+    return Ruling(
+        Verdict.PASS, [f"{passed} checks pass, {num_votes} tasks voted"], kinds, num_votes
+    )
+
+
+def _finding_of(results: Sequence[CheckResult]) -> Finding:
+    """The worst of the findings that say something."""
+    findings = {result.finding for result in results}
+    if Finding.REJECT in findings:
+        return Finding.REJECT
+    if findings & {Finding.UNDECIDED, Finding.NOT_RUN}:
+        return Finding.UNDECIDED
+    return Finding.PASS if Finding.PASS in findings else Finding.NO_SIGNAL

@@ -9,8 +9,9 @@ from typing import Any
 
 from trivet.config import PAGE_TOKENS, ModelConfig
 from trivet.errors import ConfigError
-from trivet.evaluate.corpora import load_corpora
+from trivet.evaluate.corpora import Corpus, load_corpora
 from trivet.evaluate.gate import GateResult, judge_corpora
+from trivet.evaluate.gating import SIZES, GateOptions, GateReport, run_gate
 from trivet.evaluate.quality import (
     CONTEXT,
     MAX_TOKENS,
@@ -19,9 +20,10 @@ from trivet.evaluate.quality import (
     measure_quality,
 )
 from trivet.evaluate.scoring import Scorer
+from trivet.evaluate.subject import LocalSubject
 from trivet.loader import LoadedModel, Progress, load_model
 
-GATES = ("fast", "full")
+GATES = tuple(SIZES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Evaluation:
 
     weights, kv, baseline_weights, baseline_kv  full forms that ran
     sources  per corpus: name, where its text came from, sha256 of the text
+    hashes   of the candidate and the baseline: identity of the source, and of what ran (numerics)
+    details  everything the gate found; None without one, or without a baseline to compare with
     """
 
     report: QualityReport
@@ -44,6 +48,8 @@ class Evaluation:
     max_tokens: int
     sources: list[dict[str, str]]
     gate: GateResult | None
+    hashes: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
+    details: GateReport | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The contract's keys, then how they came about."""
@@ -52,10 +58,15 @@ class Evaluation:
             result |= self.gate.as_json()
         for name in (
             "model", "weights", "kv", "baseline", "baseline_weights", "baseline_kv",
-            "context", "stride", "max_tokens", "sources",
+            "context", "stride", "max_tokens", "sources", "hashes",
         ):  # fmt: skip
             result[name] = getattr(self, name)
         return result
+
+    def gate_json(self) -> dict[str, Any]:
+        """The gate file: verdict, every check with its intervals, hashes and seeds."""
+        found = self.details.as_json() if self.details is not None else {}
+        return {**found, **self.as_json()}
 
 
 def new_scorer(model: LoadedModel, context: int) -> Scorer:
@@ -72,24 +83,25 @@ def evaluate_model(
     baseline: ModelConfig | None = None,
     *,
     corpora: Sequence[str | Path] | None = None,
-    max_tokens: int = MAX_TOKENS,
+    max_tokens: int | None = None,
     context: int = CONTEXT,
     stride: int | None = None,
-    gate: str | None = None,
+    gate: str | GateOptions | None = None,
     loading: Progress | None = None,
     progress: Callable[[int, int], None] | None = None,
+    on_check: Callable[[str, float], None] | None = None,
 ) -> Evaluation:
     """Measure perplexity on the corpora, and the distance from ``baseline`` when there is one.
 
     corpora     text files, or names of built-in corpora; None: the two built-in ones
-    max_tokens  tokens scored of each corpus
+    max_tokens  tokens scored of each corpus; None: 8192, or what the gate's size says
     stride      tokens from one window to the next; None: the context
-    gate        ``fast`` or ``full``: judge the result; both apply the corpora rule
-    progress    called with (tokens scored, all tokens)
+    gate        ``fast``, ``full`` or all the options of a gate: run its checks and judge them
+    progress    called with (tokens scored, all tokens) when there is no gate
+    on_check    called with (what a gate is doing, share of the whole)
     Raises ConfigError, CheckpointError; a baseline with another vocabulary is refused.
     """
-    if gate is not None and gate not in GATES:
-        raise ConfigError("gate", gate, ", ".join(GATES))
+    options = _gate_options(gate, max_tokens)
     stride = context if stride is None else stride
     texts = load_corpora(corpora)
     model = load_model(config, loading)
@@ -102,21 +114,17 @@ def evaluate_model(
                 baseline.model,
                 f"a model with the same vocabulary of {model.runner.vocab_size} tokens",
             )
-    encoded = encode_corpora(
-        model.tokenizer, texts, max_tokens=max_tokens, context=context, stride=stride
-    )
-    total = sum(corpus.num_tokens for corpus in encoded)
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        if progress is not None:
-            progress(done, total)
-
-    scorer = new_scorer(model, context)
-    base_scorer = new_scorer(base, context) if base is not None else None
-    report = measure_quality({"model": scorer}, encoded, base_scorer, advance)["model"]
+    details = None
+    if options is not None and base is not None:
+        details = _gate(model, base, texts, options, context, stride, on_check)
+    max_tokens = details.sizes.corpus_tokens if details is not None else max_tokens or MAX_TOKENS
+    if details is not None and details.quality is not None:
+        report = details.quality
+    else:
+        report = _measure(model, base, texts, max_tokens, context, stride, progress)
+    result = details.result if details is not None else None
+    if options is not None and result is None:
+        result = judge_corpora(report)
     return Evaluation(
         report=report,
         model=config.model,
@@ -131,5 +139,67 @@ def evaluate_model(
         sources=[
             {"corpus": text.name, "source": text.source, "sha256": text.sha256} for text in texts
         ],
-        gate=judge_corpora(report) if gate is not None else None,
+        gate=result,
+        hashes={
+            name: {"identity": one.packed.identity, "numerics_id": one.runner.numerics_id}
+            for name, one in (("model", model), ("baseline", base))
+            if one is not None
+        },
+        details=details,
     )
+
+
+def _gate_options(gate: str | GateOptions | None, max_tokens: int | None) -> GateOptions | None:
+    if gate is None:
+        return None
+    options = GateOptions(size=gate) if isinstance(gate, str) else gate
+    if options.size not in GATES:
+        raise ConfigError("gate", options.size, ", ".join(GATES))
+    if options.budget_s is not None and not options.budget_s > 0:
+        raise ConfigError("budget", options.budget_s, "a number of seconds above 0")
+    if max_tokens is not None:
+        options = dataclasses.replace(options, corpus_tokens=max_tokens)
+    return options
+
+
+def _gate(
+    model: LoadedModel,
+    base: LoadedModel,
+    texts: Sequence[Corpus],
+    options: GateOptions,
+    context: int,
+    stride: int,
+    on_check: Callable[[str, float], None] | None,
+) -> GateReport:
+    sizes = SIZES[options.size]
+    room = max(context, sizes.long_tokens, sizes.passkey_tokens + 256)
+    candidate, baseline = LocalSubject(model, room), LocalSubject(base, room)
+    return run_gate(
+        candidate, baseline, texts, options, context=context, stride=stride, progress=on_check
+    )
+
+
+def _measure(
+    model: LoadedModel,
+    base: LoadedModel | None,
+    texts: Sequence[Corpus],
+    max_tokens: int,
+    context: int,
+    stride: int,
+    progress: Callable[[int, int], None] | None,
+) -> QualityReport:
+    encoded = encode_corpora(
+        model.tokenizer, texts, max_tokens=max_tokens, context=context, stride=stride
+    )
+    total = sum(corpus.num_tokens for corpus in encoded)
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, total)
+
+    scorer = new_scorer(model, context)
+    base_scorer = new_scorer(base, context) if base is not None else None
+    return measure_quality({"model": scorer}, encoded, base_scorer, advance)["model"]

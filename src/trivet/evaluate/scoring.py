@@ -144,18 +144,30 @@ class LogSoftmax:
 
     def nll(self, targets: NDArray[np.int64]) -> float:
         """Sum of the targets' negative log-probabilities."""
+        return float(self.nll_rows(targets).sum())
+
+    def nll_rows(self, targets: NDArray[np.int64]) -> Float64:
+        """Negative log-probability of each row's target, [R]."""
         rows = np.arange(len(targets))
-        return float((self.log_sum - self.shifted[rows, targets].astype(np.float64)).sum())
+        return np.asarray(self.log_sum - self.shifted[rows, targets].astype(np.float64))
 
     def kl_to(self, other: LogSoftmax) -> float:
         """Sum over rows of KL(self || other)."""
+        return float(self.kl_rows(other).sum())
+
+    def kl_rows(self, other: LogSoftmax) -> Float64:
+        """KL(self || other) of each row, [R]."""
         terms = (self.exponentials * (self.shifted - other.shifted)).sum(axis=1, dtype=np.float64)
         rows = terms / np.exp(self.log_sum) - (self.log_sum - other.log_sum)
-        return float(np.maximum(rows, 0.0).sum())
+        return np.asarray(np.maximum(rows, 0.0))
 
     def agreement(self, other: LogSoftmax) -> int:
         """Rows in which both have the same most likely token (ties: the lowest id)."""
-        return int((self.shifted.argmax(axis=1) == other.shifted.argmax(axis=1)).sum())
+        return int(self.agreement_rows(other).sum())
+
+    def agreement_rows(self, other: LogSoftmax) -> NDArray[np.bool_]:
+        """Whether both have the same most likely token, for each row, [R]."""
+        return np.asarray(self.shifted.argmax(axis=1) == other.shifted.argmax(axis=1))
 
 
 def score_windows(
@@ -190,3 +202,69 @@ def score_windows(
             if progress is not None:
                 progress(len(targets))
     return base_tally, tallies
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenFigures:
+    """Figures of every scored token of a text, in order; all [T].
+
+    nll, baseline_nll  float64, nats      kl  float64, nats      agreed  bool
+    """
+
+    nll: Float64
+    baseline_nll: Float64
+    kl: Float64
+    agreed: NDArray[np.bool_]
+
+    @classmethod
+    def joined(cls, parts: Sequence[TokenFigures]) -> TokenFigures:
+        """The parts one after the other."""
+        fields = [field.name for field in dataclasses.fields(cls)]
+        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in fields))
+
+    @property
+    def perplexities(self) -> tuple[float | None, float | None]:
+        """(candidate, baseline); None when it overflows or is not a number."""
+        return perplexity_of(self.nll), perplexity_of(self.baseline_nll)
+
+
+def perplexity_of(nll: Float64) -> float | None:
+    """exp of the mean of negative log-probabilities, None when that is no finite number."""
+    mean = float(nll.mean()) if len(nll) else math.inf
+    return math.exp(mean) if mean < 700 else None
+
+
+def score_tokens(
+    baseline: Scorer,
+    candidate: Scorer,
+    windows: Sequence[Window],
+    progress: Callable[[int], None] | None = None,
+) -> TokenFigures:
+    """`score_windows` for one candidate, token by token.
+
+    A candidate whose logits are no numbers gets figures that are none either; nothing is raised.
+    """
+    parts: list[TokenFigures] = []
+    for window in windows:
+        count = len(window.target_ids)
+        walks = zip(
+            baseline.chunks(window.input_ids, count),
+            candidate.chunks(window.input_ids, count),
+            range(0, count, CHUNK_ROWS),
+            strict=True,
+        )
+        for base_logits, own_logits, start in walks:
+            targets = np.asarray(window.target_ids[start : start + CHUNK_ROWS], np.int64)
+            with np.errstate(invalid="ignore", over="ignore"):
+                base, own = LogSoftmax.of(base_logits), LogSoftmax.of(own_logits)
+                parts.append(
+                    TokenFigures(
+                        own.nll_rows(targets),
+                        base.nll_rows(targets),
+                        base.kl_rows(own),
+                        base.agreement_rows(own),
+                    )
+                )
+            if progress is not None:
+                progress(len(targets))
+    return TokenFigures.joined(parts)

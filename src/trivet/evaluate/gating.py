@@ -1,0 +1,288 @@
+"""Run the checks of a gate on a candidate and its baseline, and keep what they found.
+
+Sizes of the checks are fixed numbers of tokens and items, so that a gate run again gives the same
+figures; an explicit budget scales them by steps, from a measured rate, and a check that would begin
+after the budget is spent is named as not run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from trivet.errors import EngineError
+from trivet.evaluate.builtin_tasks import builtin_tasks
+from trivet.evaluate.checks import choice, divergence, perplexity
+from trivet.evaluate.checks.judge import Answer, judge_answers
+from trivet.evaluate.corpora import Corpus
+from trivet.evaluate.gate import GateResult, judge_checks
+from trivet.evaluate.quality import EncodedCorpus, Quality, QualityReport, encode_corpora
+from trivet.evaluate.results import CheckResult, Finding, Kind
+from trivet.evaluate.scoring import TokenFigures, score_tokens
+from trivet.evaluate.subject import LocalSubject, Subject
+from trivet.evaluate.task import Task, load_tasks
+
+FORMAT_VERSION = 1
+_SIGNIFICANCE = 0.05  # of all tasks together
+_BUDGETS_S = {"fast": 110.0, "full": 840.0}  # of the demo model on two cores; scales are from these
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How much each check looks at.
+
+    corpus_tokens   scored of each corpus              task_items       of each task
+    file_items      of each task of a folder           long_tokens      of the long text
+    passkeys        prompts, of passkey_tokens each    side_by_side     prompts, of side_tokens each
+    """
+
+    corpus_tokens: int
+    task_items: int
+    file_items: int
+    long_tokens: int
+    passkeys: int
+    passkey_tokens: int
+    side_by_side: int
+    side_tokens: int
+    repetition_prompts: int
+    repetition_tokens: int
+
+    def scaled(self, factor: float) -> Sizes:
+        """All amounts of work times a factor; contexts keep their length."""
+        kept = ("passkey_tokens", "side_by_side", "side_tokens", "repetition_tokens")
+        changed = {
+            field.name: max(2, round(getattr(self, field.name) * factor))
+            for field in dataclasses.fields(self)
+            if field.name not in kept
+        }
+        return dataclasses.replace(self, **changed)
+
+
+SIZES = {
+    "fast": Sizes(1536, 40, 40, 1536, 6, 384, 20, 24, 8, 64),
+    "full": Sizes(8192, 120, 200, 4096, 24, 1536, 20, 64, 20, 192),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class GateOptions:
+    """What a gate is asked for.
+
+    size    ``fast`` or ``full``
+    tasks   folder of task files; None: the built-in tasks
+    kinds   kinds of task that may block; empty: all
+    budget_s  seconds for all checks; None: sizes as they are
+    """
+
+    size: str = "fast"
+    tasks: Path | None = None
+    kinds: tuple[Kind, ...] = ()
+    budget_s: float | None = None
+    seed: int = 0
+    corpus_tokens: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class GateReport:
+    """Everything a gate found. `result` is the contract's part of it."""
+
+    result: GateResult
+    checks: list[CheckResult]
+    kinds: dict[Kind, Finding]
+    quality: QualityReport | None
+    tasks: list[dict[str, Any]]
+    sizes: Sizes
+    options: GateOptions
+    seconds: float
+    texts: list[dict[str, Any]]
+
+    def as_json(self) -> dict[str, Any]:
+        """The gate file, less what the caller knows of the models and corpora."""
+        return {
+            "format": FORMAT_VERSION,
+            **self.result.as_json(),
+            "gate": self.options.size,
+            "kinds": {kind.value: finding.value for kind, finding in self.kinds.items()},
+            "blocking": [kind.value for kind in self.options.kinds] or "all",
+            "checks": [check.as_json() for check in self.checks],
+            "tasks": self.tasks,
+            "seeds": {"gate": self.options.seed},
+            "sizes": dataclasses.asdict(self.sizes),
+            "budget_s": self.options.budget_s,
+            "seconds": self.seconds,
+            "python": platform.python_version(),
+            "side_by_side": self.texts,
+        }
+
+
+class Gate:
+    """One run of a gate. Checks are added by `run`; each is timed and may fail by itself.
+
+    advance  called with (what is done now, share of the whole)
+    """
+
+    def __init__(
+        self,
+        options: GateOptions,
+        sizes: Sizes,
+        advance: Callable[[str, float], None] | None = None,
+    ) -> None:
+        self.options = options
+        self.sizes = sizes
+        self.checks: list[CheckResult] = []
+        self.texts: list[dict[str, Any]] = []
+        self.started = time.monotonic()
+        self._report = advance or (lambda _label, _share: None)
+        self._plan: list[tuple[str, Kind, Callable[[], Sequence[CheckResult]]]] = []
+
+    def add(self, name: str, kind: Kind, run: Callable[[], Sequence[CheckResult]]) -> None:
+        """Plan a check. name and kind stand for it when it cannot run."""
+        self._plan.append((name, kind, run))
+
+    def run(self) -> None:
+        """Run what is planned, in order."""
+        for number, (name, kind, run) in enumerate(self._plan):
+            self._report(name, number / len(self._plan))
+            begin = time.monotonic()
+            budget = self.options.budget_s
+            if budget is not None and begin - self.started > budget:
+                reason = f"{name}: not run, the budget of {budget:g} s is spent"
+                self.checks.append(CheckResult(name, name, kind, Finding.NOT_RUN, reason))
+                continue
+            try:
+                found = run()
+            except EngineError as error:
+                reason = f"{name}: could not run: {error}"
+                found = [CheckResult(name, name, kind, Finding.NOT_RUN, reason)]
+            took = (time.monotonic() - begin) / max(1, len(found))
+            self.checks += [dataclasses.replace(check, seconds=took) for check in found]
+        self._report("done", 1.0)
+
+
+def pick_tasks(options: GateOptions, sizes: Sizes) -> list[Task]:
+    """The tasks of a gate: those of the folder, or the built-in ones; a sample of each by the seed."""
+    if options.tasks is None:
+        return builtin_tasks(options.seed, sizes.task_items)
+    return [task.sample(sizes.file_items, options.seed) for task in load_tasks(options.tasks)]
+
+
+def answer_task(subject: Subject, task: Task) -> list[Answer]:
+    """A subject's answers to all items of a task."""
+    return choice.answer(subject, task, lambda _count: None)
+
+
+def run_gate(
+    candidate: LocalSubject,
+    baseline: LocalSubject,
+    corpora: Sequence[Corpus],
+    options: GateOptions,
+    *,
+    context: int,
+    stride: int,
+    progress: Callable[[str, float], None] | None = None,
+) -> GateReport:
+    """All checks on two models in this process."""
+    sizes = SIZES[options.size]
+    if options.corpus_tokens is not None:
+        sizes = dataclasses.replace(sizes, corpus_tokens=options.corpus_tokens)
+    gate = Gate(options, sizes, progress)
+    encoded = encode_corpora(
+        baseline.model.tokenizer, corpora, max_tokens=sizes.corpus_tokens, context=context,
+        stride=stride,
+    )  # fmt: skip
+    figures: dict[str, TokenFigures] = {}
+
+    def read_corpora() -> list[CheckResult]:
+        figures.update(_read(candidate, baseline, encoded, context))
+        return perplexity.check(figures, options.seed) + divergence.check(figures, options.seed)
+
+    gate.add("perplexity", Kind.MODEL, read_corpora)
+    tasks = [task for task in pick_tasks(options, sizes) if task.form in choice.FORMS]
+    add_tasks(gate, candidate, baseline, tasks)
+    gate.run()
+    return finish(gate, tasks, quality_of(figures) if figures else None)
+
+
+def add_tasks(gate: Gate, candidate: Subject, baseline: Subject, tasks: Sequence[Task]) -> None:
+    """Plan one check for each task, at a level of significance that holds over all of them."""
+    level = _SIGNIFICANCE / max(1, len(tasks))
+    for task in tasks:
+
+        def compare(task: Task = task) -> list[CheckResult]:
+            answers = [answer_task(subject, task) for subject in (baseline, candidate)]
+            return [
+                judge_answers(
+                    task.form.value, task.name, task.kind, task.chance, *answers,
+                    seed=gate.options.seed, level=level,
+                )
+            ]  # fmt: skip
+
+        gate.add(task.name, task.kind, compare)
+
+
+def finish(gate: Gate, tasks: Sequence[Task], quality: QualityReport | None) -> GateReport:
+    """Judge what was found."""
+    ruling = judge_checks(gate.checks, gate.options.kinds)
+    metrics: dict[str, Any] = {
+        "votes": ruling.num_votes,
+        "kinds": {kind.value: finding.value for kind, finding in ruling.kinds.items()},
+        "checks": {check.name: check.finding.value for check in gate.checks},
+    }
+    if quality is not None:
+        metrics |= {
+            "delta_ppl": {one.corpus: one.delta_ppl for one in quality.corpora},
+            "mean_kl": quality.overall.mean_kl,
+            "top1_agreement": quality.overall.top1_agreement,
+            "tokens": quality.overall.tokens,
+        }
+    result = GateResult(ruling.verdict, ruling.reasons, "serve it", metrics)
+    return GateReport(
+        result=result,
+        checks=gate.checks,
+        kinds=ruling.kinds,
+        quality=quality,
+        tasks=[
+            {
+                "task": task.name,
+                "kind": task.kind.value,
+                "form": task.form.value,
+                "items": len(task.items),
+                "source": task.source,
+                "sha256": task.sha256,
+            }
+            for task in tasks
+        ],
+        sizes=gate.sizes,
+        options=gate.options,
+        seconds=time.monotonic() - gate.started,
+        texts=gate.texts,
+    )
+
+
+def quality_of(figures: dict[str, TokenFigures]) -> QualityReport:
+    """The contract's figures of each corpus and of all tokens."""
+    rows = [_quality(name, figure) for name, figure in figures.items()]
+    return QualityReport(rows, _quality("overall", TokenFigures.joined(list(figures.values()))))
+
+
+def _quality(name: str, figures: TokenFigures) -> Quality:
+    own, base = figures.perplexities
+    return Quality(
+        corpus=name,
+        perplexity=own,
+        baseline_perplexity=base,
+        mean_kl=float(figures.kl.mean()),
+        top1_agreement=float(figures.agreed.mean()),
+        tokens=len(figures.nll),
+    )
+
+
+def _read(
+    candidate: LocalSubject, baseline: LocalSubject, corpora: Sequence[EncodedCorpus], context: int
+) -> dict[str, TokenFigures]:
+    own, base = candidate.scorer(context), baseline.scorer(context)
+    return {encoded.corpus.name: score_tokens(base, own, encoded.windows) for encoded in corpora}

@@ -1,0 +1,413 @@
+"""A model under test as the checks see it: texts in, log-probabilities and greedy texts out.
+
+`LocalSubject` runs a loaded model in this process; `trivet.evaluate.endpoint` speaks to a server. Both
+read the same prompts, so a check is written once. Scores of one text do not depend on what is scored
+with it (invariant I1), which is why contexts shared by several continuations are computed once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from trivet.config import PAGE_TOKENS, EngineConfig
+from trivet.errors import ConfigError, EngineError, RequestError
+from trivet.evaluate.scoring import LogSoftmax, Scorer
+from trivet.loader import LoadedModel
+from trivet.native.api import StepInput
+from trivet.request import (
+    CancelledEvent,
+    ErrorEvent,
+    FinishedEvent,
+    FinishReason,
+    Request,
+    SamplingParams,
+    TokensEvent,
+)
+from trivet.text import TextStream
+
+_MAX_ROWS = 256  # rows of one forward call of scoring
+_BATCH_ROWS = 2048  # rows laid out in pages before they are run
+_MAX_SEQS = 16  # prompts generated for at once
+_CHAT_TURN = "User: {}\nAssistant:"  # a chat for models without a template, and for endpoints
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """Text before the answer. A chat is one user message, rendered by the model's own template."""
+
+    text: str
+    is_chat: bool = False
+
+    @property
+    def plain(self) -> str:
+        """The prompt where there is no template."""
+        return _CHAT_TURN.format(self.text) if self.is_chat else self.text
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """A continuation's log-probability in nats, its tokens, and whether each was the most likely."""
+
+    logprob: float
+    num_tokens: int
+    is_greedy: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Generated:
+    """A greedy text. ``token_ids`` is None where only the text is known."""
+
+    text: str
+    token_ids: list[int] | None
+    is_complete: bool  # ended by a stop token or string, not by its length
+
+
+class Subject(Protocol):
+    """What checks of items need of a model."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest prompt and answer together."""
+
+    def count_tokens(self, text: str) -> int:
+        """Tokens of a plain text, or a close estimate."""
+
+    def score(
+        self, items: Sequence[Sequence[tuple[Prompt, str]]], advance: Callable[[int], None]
+    ) -> list[list[Score]]:
+        """Scores of the continuations of each item. advance: told how many items are done."""
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        max_tokens: int,
+        stops: Sequence[str],
+        advance: Callable[[int], None],
+    ) -> list[Generated]:
+        """The greedy text after each prompt, cut before the first stop string."""
+
+
+_Entry = tuple[float, bool]  # log-probability of a token, and whether it is the most likely
+
+
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """A prompt's ids and the ids of its continuations."""
+
+    head: list[int]
+    tails: list[list[int]]
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the rows that are run: all but each last token's."""
+        longest = max(len(tail) for tail in self.tails)
+        return -(-(len(self.head) + longest - 1) // PAGE_TOKENS)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Rows [start, end) of a sequence with its page table, and what is wanted of them.
+
+    firsts  None: nothing; []: every row's next token; else these tokens after the last row
+    """
+
+    ids: Sequence[int]
+    start: int
+    end: int
+    table: Sequence[int]
+    firsts: list[int] | None = None
+
+
+class LocalSubject:
+    """A loaded model. Arenas and an engine of its own are made when first needed.
+
+    max_tokens  bounds prompt and answer together and with them the memory for KV
+    """
+
+    def __init__(self, model: LoadedModel, max_tokens: int = 4096) -> None:
+        self.model = model
+        self._max_tokens = min(max_tokens, model.runner.max_positions)
+        pages = 2 * -(-self._max_tokens // PAGE_TOKENS)
+        self._num_pages = max(pages, _BATCH_ROWS // PAGE_TOKENS + _MAX_SEQS)
+        self._arena = model.new_arena(self._num_pages)
+        self._engine = model.new_engine(
+            EngineConfig(
+                max_model_len=self._max_tokens,
+                num_pages=self._num_pages,
+                max_num_seqs=_MAX_SEQS,
+                max_step_tokens=512,
+            ),
+            model.new_arena(self._num_pages),
+            None,
+        )
+        self._request_ids = itertools.count()
+
+    @property
+    def max_tokens(self) -> int:
+        return self._max_tokens
+
+    def count_tokens(self, text: str) -> int:
+        return len(self.model.tokenizer.encode(text))
+
+    def scorer(self, context: int) -> Scorer:
+        """A reader of windows of up to ``context`` tokens, over the scoring arena."""
+        if context > self._max_tokens:
+            raise ConfigError("context", context, f"up to {self._max_tokens}")
+        return Scorer(self.model.runner, self._arena)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt as it would be served: template and special tokens included."""
+        tokenizer = self.model.tokenizer
+        if prompt.is_chat and tokenizer.chat_template is not None:
+            rendered = tokenizer.apply_chat_template([{"role": "user", "content": prompt.text}])
+            return tokenizer.encode(rendered, add_special_tokens=False)
+        return tokenizer.encode(prompt.plain)
+
+    # -- scoring ------------------------------------------------------------------------------
+
+    def score(
+        self, items: Sequence[Sequence[tuple[Prompt, str]]], advance: Callable[[int], None]
+    ) -> list[list[Score]]:
+        """Scores as the protocol says.
+
+        Full pages that all prompts share are computed once, and each prompt once for all of its
+        continuations: these run one after the other over the same page slots.
+        """
+        groups: list[_Group] = []
+        places: list[list[tuple[int, int]]] = []
+        for item in items:
+            places.append([])
+            start = len(groups)
+            for prompt, continuation in item:
+                head, tail = self._encoded(prompt, continuation)
+                same = [n for n in range(start, len(groups)) if groups[n].head == head]
+                if not same:
+                    groups.append(_Group(head, []))
+                number = same[0] if same else len(groups) - 1
+                groups[number].tails.append(tail)
+                places[-1].append((number, len(groups[number].tails) - 1))
+        if not groups:
+            return []
+        common = _common_pages(groups)
+        table = list(range(common))
+        self._run([_Rows(groups[0].head, 0, common * PAGE_TOKENS, table)])
+        found: list[list[Score]] = []
+        for batch in self._batches(groups, common):
+            found += self._score_batch(batch, table)
+            advance(round(len(batch) * len(items) / len(groups)))
+        return [[found[number][tail] for number, tail in item] for item in places]
+
+    def _encoded(self, prompt: Prompt, continuation: str) -> tuple[list[int], list[int]]:
+        """Encode as one text where it is plain, so that tokens at the border are as in a text."""
+        head = self.encode(prompt)
+        tokenizer = self.model.tokenizer
+        tail = tokenizer.encode(continuation, add_special_tokens=False)
+        if not prompt.is_chat or tokenizer.chat_template is None:
+            whole = tokenizer.encode(prompt.plain + continuation)
+            if whole[: len(head)] == head and len(whole) > len(head):
+                tail = whole[len(head) :]
+        if not head or not tail or len(head) + len(tail) > self._max_tokens:
+            allowed = f"a prompt and an answer, up to {self._max_tokens} tokens together"
+            raise ConfigError("tasks", f"{prompt.text[:40]}...", allowed)
+        return head, tail
+
+    def _batches(self, groups: list[_Group], common: int) -> Iterator[list[_Group]]:
+        """Groups whose pages fit together."""
+        batch: list[_Group] = []
+        used = rows = 0
+        for group in groups:
+            pages = group.num_pages - common
+            if batch and (common + used + pages > self._num_pages or rows > _BATCH_ROWS):
+                yield batch
+                batch, used, rows = [], 0, 0
+            batch.append(group)
+            used, rows = used + pages, rows + len(group.head)
+        yield batch
+
+    def _score_batch(self, batch: list[_Group], shared: list[int]) -> list[list[Score]]:
+        pages = iter(range(len(shared), self._num_pages))
+        tables = [
+            shared + list(itertools.islice(pages, group.num_pages - len(shared))) for group in batch
+        ]
+        start = len(shared) * PAGE_TOKENS
+        heads = [
+            _Rows(group.head, start, len(group.head), table, [tail[0] for tail in group.tails])
+            for group, table in zip(batch, tables, strict=True)
+        ]
+        firsts = self._run(heads)
+        scores: list[list[Score]] = [[] for _ in batch]
+        for turn in range(max(len(group.tails) for group in batch)):
+            turns = [n for n, group in enumerate(batch) if turn < len(group.tails)]
+            tails = [
+                _Rows(
+                    batch[n].head + batch[n].tails[turn],
+                    len(batch[n].head),
+                    len(batch[n].head) + len(batch[n].tails[turn]) - 1,
+                    tables[n],
+                    [],
+                )
+                for n in turns
+            ]
+            for n, rest in zip(turns, self._run(tails), strict=True):
+                entries = [firsts[n][turn], *rest]
+                scores[n].append(
+                    Score(
+                        sum(value for value, _ in entries),
+                        len(entries),
+                        all(is_best for _, is_best in entries),
+                    )
+                )
+        return scores
+
+    def _run(self, work: Sequence[_Rows]) -> list[list[_Entry]]:
+        """Run rows in order, several sequences to a call; what was found for each."""
+        width = max((len(rows.table) for rows in work), default=0)
+        found: list[list[_Entry]] = [[] for _ in work]
+        waiting = [(n, rows, rows.start) for n, rows in enumerate(work) if rows.start < rows.end]
+        while waiting:
+            room, parts, rest = _MAX_ROWS, [], []
+            for index, rows, start in waiting:
+                end = min(rows.end, start + room)
+                if end > start:
+                    parts.append((index, rows, start, end))
+                    room -= end - start
+                if end < rows.end:
+                    rest.append((index, rows, end))
+            waiting = rest
+            self._forward(parts, width, found)
+        return found
+
+    def _forward(
+        self, parts: list[tuple[int, _Rows, int, int]], width: int, found: list[list[_Entry]]
+    ) -> None:
+        tables = np.full((len(parts), width), -1, np.int32)
+        segments: list[list[int]] = []
+        tokens: list[int] = []
+        wanted: list[int] = []
+        followed: list[tuple[int, int, int]] = []  # (row of logits, part, token that follows)
+        asked: list[tuple[int, int, list[int]]] = []  # (row of logits, part, tokens asked for)
+        for number, (index, rows, start, end) in enumerate(parts):
+            tables[number, : len(rows.table)] = rows.table
+            segments.append([len(tokens), end - start, start, number])
+            if rows.firsts == []:
+                for at in range(start, end):
+                    followed.append((len(wanted), index, rows.ids[at + 1]))
+                    wanted.append(len(tokens) + at - start)
+            elif rows.firsts and end == rows.end:
+                asked.append((len(wanted), index, rows.firsts))
+                wanted.append(len(tokens) + end - 1 - start)
+            tokens += rows.ids[start:end]
+        runner = self.model.runner
+        runner.forward(
+            StepInput(
+                tokens=np.asarray(tokens, np.int32),
+                segments=np.asarray(segments, np.int32),
+                page_tables=tables,
+                logit_rows=np.asarray(wanted, np.int32),
+            ),
+            self._arena,
+        )
+        if followed and not asked:
+            entries = runner.token_logprobs(0, [token for *_, token in followed], 0)
+            for (_, index, _), entry in zip(followed, entries, strict=True):
+                found[index].append((_finite(entry.logprob), entry.rank == 1))
+        elif asked:
+            with np.errstate(invalid="ignore", over="ignore"):
+                logits = runner.logits()
+                rows_ = LogSoftmax.of(logits)
+                best = logits.argmax(axis=1)
+                for row, index, ids in asked:
+                    values = rows_.shifted[row, ids].astype(np.float64) - rows_.log_sum[row]
+                    found[index] += [
+                        (_finite(float(value)), bool(best[row] == token))
+                        for value, token in zip(values, ids, strict=True)
+                    ]
+
+    # -- generation ---------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        max_tokens: int,
+        stops: Sequence[str],
+        advance: Callable[[int], None],
+    ) -> list[Generated]:
+        """Greedy texts; a broken model that cannot sample counts as one that says nothing."""
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0)
+        ends = set(self.model.runner.eos_ids)
+        streams: dict[str, _Growing] = {}
+        for prompt in prompts:
+            ids = self.encode(prompt)
+            request_id = f"gate-{next(self._request_ids)}"
+            stream = TextStream(self.model.tokenizer.detokenizer(), stops, ends)
+            streams[request_id] = _Growing(stream)
+            try:
+                self._engine.add(
+                    Request(request_id=request_id, prompt_ids=ids, params=params), now=0.0
+                )
+            except RequestError as error:
+                raise ConfigError("tasks", f"{prompt.text[:40]}...", str(error)) from None
+        while any(not growing.is_done for growing in streams.values()):
+            for event in self._engine.step(0.0):
+                growing = streams.get(event.request_id)
+                if growing is None:
+                    continue
+                match event:
+                    case TokensEvent():
+                        if growing.push(event.token_ids):
+                            count = len(growing.token_ids)
+                            self._engine.finish(event.request_id, count, 0.0)
+                    case FinishedEvent():
+                        growing.finish(event.reason is FinishReason.STOP)
+                        advance(1)
+                    case ErrorEvent() | CancelledEvent():
+                        raise EngineError(f"a request of the gate failed: {event}")
+        return [growing.generated() for growing in streams.values()]
+
+
+class _Growing:
+    """One text that is being generated."""
+
+    def __init__(self, stream: TextStream) -> None:
+        self._stream = stream
+        self._text: list[str] = []
+        self.token_ids: list[int] = []
+        self.is_done = self._is_complete = False
+
+    def push(self, token_ids: Sequence[int]) -> bool:
+        """Take tokens; true when a stop string ended the text just now."""
+        if self._stream.stopped:
+            return False
+        delta = self._stream.push(token_ids)
+        self.token_ids += delta.token_ids
+        self._text.append(delta.text)
+        return delta.is_last
+
+    def finish(self, is_complete: bool) -> None:
+        self._text.append(self._stream.finish())
+        self._is_complete = is_complete or self._stream.stopped
+        self.is_done = True
+
+    def generated(self) -> Generated:
+        return Generated("".join(self._text), self.token_ids, self._is_complete)
+
+
+def _finite(logprob: float) -> float:
+    """A log-probability; what is no number counts as impossible."""
+    return logprob if math.isfinite(logprob) else -math.inf
+
+
+def _common_pages(groups: Sequence[_Group]) -> int:
+    """Full pages at the beginning that all prompts share; the row of a last token is left out."""
+    first = groups[0].head
+    length = min((len(group.head) - 1) // PAGE_TOKENS for group in groups) * PAGE_TOKENS
+    for group in groups[1:]:
+        while length and group.head[:length] != first[:length]:
+            length -= PAGE_TOKENS
+    return length // PAGE_TOKENS

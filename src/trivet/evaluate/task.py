@@ -1,0 +1,320 @@
+"""Tasks: items with a right answer, read from JSONL files or made by `builtin_tasks`.
+
+A file holds one JSON object a line. The form is found from the keys of the first line, so the files of
+the common benchmarks work as they are; `docs/gate.md` lists the forms. ``kind`` on a line, or else the
+file's name, says which use of a model the task stands for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import json
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trivet.errors import CheckpointError, ConfigError
+from trivet.evaluate.results import TASK_KINDS, Kind
+from trivet.evaluate.subject import Prompt
+
+_MAX_FILE_BYTES = 64 << 20
+_WORKED_TOKENS = 192  # of an answer that is reasoned out before it is given
+
+
+class Form(enum.StrEnum):
+    """How an item is answered and judged; each is one file in `checks`."""
+
+    CHOICE = "choice"  # the likeliest of the choices
+    EXACT = "exact"  # the answer itself, greedily
+    WORKED = "worked"  # the last number of a worked answer
+    CODE = "code"  # a function that passes its tests
+    SQL = "sql"  # a query with the rows of the reference
+    FORMAT = "format"  # an answer in the format asked for
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """One question.
+
+    prompts  one, or one for each choice (the choice then stands in the prompt)
+    choices  continuations, ``gold`` the right one; for other forms empty
+    answer   the reference answer as it would continue the prompt
+    data     what the form needs besides: tests, tables, a format
+    """
+
+    prompts: tuple[Prompt, ...]
+    choices: tuple[str, ...] = ()
+    gold: int = 0
+    answer: str = ""
+    data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def chance(self) -> float:
+        """Share of right answers by guessing."""
+        num = max(len(self.choices), len(self.prompts))
+        return 1 / num if num > 1 else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """Items of one form and kind. ``stops`` end a generated answer."""
+
+    name: str
+    kind: Kind
+    form: Form
+    items: tuple[Item, ...]
+    source: str
+    stops: tuple[str, ...] = ("\n",)
+    max_tokens: int = 32
+
+    @property
+    def chance(self) -> float:
+        return sum(item.chance for item in self.items) / len(self.items)
+
+    @property
+    def sha256(self) -> str:
+        """Hash of all items as they are asked."""
+        value = [dataclasses.asdict(item) for item in self.items]
+        return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+    def sample(self, num_items: int, seed: int) -> Task:
+        """At most ``num_items`` of the items, drawn by a seed, in their order."""
+        if len(self.items) <= num_items:
+            return self
+        chosen = sorted(random.Random(seed).sample(range(len(self.items)), num_items))
+        return dataclasses.replace(self, items=tuple(self.items[at] for at in chosen))
+
+
+def parse_kinds(names: Sequence[str] | None) -> tuple[Kind, ...]:
+    """Task kinds from their names, in any case, with spaces or hyphens. Raises ConfigError."""
+    kinds = []
+    for name in names or ():
+        for part in name.split(","):
+            spelled = re.sub(r"[\s_]+", "-", part.strip().lower())
+            spelled = {"math": "maths", "structured": "structured-output"}.get(spelled, spelled)
+            found = [kind for kind in TASK_KINDS if kind.value == spelled]
+            if not found:
+                raise ConfigError("task", part, ", ".join(kind.value for kind in TASK_KINDS))
+            kinds += found
+    return tuple(dict.fromkeys(kinds))
+
+
+def load_tasks(folder: str | Path) -> list[Task]:
+    """All ``*.jsonl`` files of a folder, by name. Raises CheckpointError, ConfigError."""
+    path = Path(folder)
+    if not path.is_dir():
+        raise ConfigError("tasks", str(folder), "a folder of .jsonl files")
+    files = sorted(path.glob("*.jsonl"))
+    if not files:
+        raise CheckpointError(path, "holds no .jsonl files")
+    return [read_task(file) for file in files]
+
+
+def read_task(path: Path) -> Task:
+    """One file. Raises CheckpointError naming the line."""
+    try:
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise CheckpointError(path, f"a task file has at most {_MAX_FILE_BYTES} bytes")
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise CheckpointError(path, f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise CheckpointError(path, "is not UTF-8 text") from None
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:
+            raise CheckpointError(path, f"line {number} is not JSON") from None
+        if not isinstance(row, dict):
+            raise CheckpointError(path, f"line {number} is no JSON object")
+        rows.append(row)
+    if not rows:
+        raise CheckpointError(path, "holds no items")
+    reader = next((r for r in _READERS if r.keys <= rows[0].keys()), None)
+    if reader is None:
+        found = ", ".join(sorted(rows[0]))
+        raise CheckpointError(path, f"line 1 is of no known form; its keys: {found}")
+    items = []
+    for number, row in enumerate(rows, 1):
+        try:
+            item = reader.read(row)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+            raise CheckpointError(path, f"item {number} is not of the form of the first") from None
+        if item is not None:
+            items.append(item)
+    if not items:
+        raise CheckpointError(path, "holds no usable items")
+    return Task(
+        path.stem,
+        _kind_of(path.stem, rows[0], reader),
+        reader.form,
+        tuple(items),
+        str(path),
+        stops=reader.stops,
+        max_tokens=reader.max_tokens,
+    )
+
+
+# -- forms of files -----------------------------------------------------------------------------
+
+
+def _choice(prompt: str, choices: Sequence[str], gold: int) -> Item:
+    if not 0 <= gold < len(choices) or len(choices) < 2:
+        raise ValueError(gold)
+    return Item((Prompt(prompt),), tuple(str(choice) for choice in choices), gold)
+
+
+def _letter(label: str) -> int:
+    return "ABCDEFGH".index(label.strip())
+
+
+def _query(row: dict[str, Any]) -> Item:
+    choices = [f" {choice}" for choice in row["choices"]]
+    return _choice(f"{row['query']}\nAnswer:", choices, row["gold"])
+
+
+def _hellaswag(row: dict[str, Any]) -> Item:
+    return _choice(row["ctx"], [f" {ending}" for ending in row["endings"]], int(row["label"]))
+
+
+def _piqa(row: dict[str, Any]) -> Item:
+    prompt = f"Question: {row['goal']}\nAnswer:"
+    return _choice(
+        prompt, [f" {row['sol1'].strip()}", f" {row['sol2'].strip()}"], int(row["label"])
+    )
+
+
+def _options(row: dict[str, Any]) -> Item | None:
+    if not isinstance(row["label"], str) or len(row["label"].strip()) != 1:
+        return None  # several right answers
+    text = f"{row['passage']}\n" if row.get("passage") else ""
+    choices = [" " + re.sub(r"^\([A-H]\)\s*", "", option) for option in row["options"]]
+    return _choice(f"{text}{row['question']}\n", choices, _letter(row["label"]))
+
+
+def _question(row: dict[str, Any]) -> Item | None:
+    if row.get("error_type", "ok") != "ok":
+        return None
+    choices = [f" {choice}" for choice in row["choices"]]
+    return _choice(f"Question: {row['question']}\nAnswer:", choices, int(row["answer"]))
+
+
+def _contexts(row: dict[str, Any]) -> Item:
+    contexts, gold = row["context_options"], int(row["gold"])
+    if not 0 <= gold < len(contexts) or len(contexts) < 2:
+        raise ValueError(gold)
+    continuation = " " + row["continuation"].strip()
+    return Item(tuple(Prompt(text) for text in contexts), (continuation,), gold)
+
+
+def _worked(row: dict[str, Any]) -> Item:
+    answer = row["answer"].rpartition("####")[2].strip().replace(",", "")
+    return Item((Prompt(f"Question: {row['question']}\nAnswer:"),), answer=answer)
+
+
+def _continuation(row: dict[str, Any]) -> Item:
+    answer = str(row["continuation"]).strip()
+    return Item((Prompt(row["context"].rstrip()),), answer=f" {answer}")
+
+
+def _answer(row: dict[str, Any]) -> Item:
+    return Item((Prompt(f"Question: {row['context']}\nAnswer:"),), answer=f" {row['answer']}")
+
+
+def _humaneval(row: dict[str, Any]) -> Item:
+    return Item(
+        (Prompt(row["prompt"]),),
+        answer=row["canonical_solution"],
+        data={"tests": f"{row['test']}\ncheck({row['entry_point']})\n", "head": row["prompt"]},
+    )
+
+
+def _mbpp(row: dict[str, Any]) -> Item:
+    tests = [str(test) for test in row["test_list"]]
+    imports = "\n".join(row.get("test_imports", []))
+    text = f'"""\n{row["prompt"]}\n{tests[0]}\n"""\n'
+    return Item(
+        (Prompt(text),),
+        answer=row["code"],
+        data={"tests": "\n".join([imports, *tests]) + "\n", "head": ""},
+    )
+
+
+def _sql(row: dict[str, Any]) -> Item:
+    prompt = f"{row['schema'].strip()}\n-- {row['question']}\n"
+    return Item((Prompt(prompt),), answer=row["sql"], data={"schema": row["schema"]})
+
+
+def _format(row: dict[str, Any]) -> Item:
+    wanted = row["format"]
+    if not isinstance(wanted, dict) or not {"json", "regex", "keys"} & wanted.keys():
+        raise ValueError(wanted)
+    return Item((Prompt(row["prompt"]),), answer=row.get("answer", ""), data={"format": wanted})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    """Files whose first line has these keys."""
+
+    keys: frozenset[str]
+    form: Form
+    kind: Kind
+    read: Callable[[dict[str, Any]], Item | None]
+    stops: tuple[str, ...] = ("\n",)
+    max_tokens: int = 32
+
+
+def _reader(keys: str, form: Form, kind: Kind, read: Any, **more: Any) -> _Reader:
+    return _Reader(frozenset(keys.split()), form, kind, read, **more)
+
+
+_FUNCTION_ENDS = ("\ndef ", "\nclass ", "\nif __name__", "\nprint(", "\n#", "\n```", "\nassert ")
+_READERS = (
+    _reader("context_options continuation gold", Form.CHOICE, Kind.CHAT, _contexts),
+    _reader("query choices gold", Form.CHOICE, Kind.KNOWLEDGE, _query),
+    _reader("ctx endings label", Form.CHOICE, Kind.CHAT, _hellaswag),
+    _reader("goal sol1 sol2 label", Form.CHOICE, Kind.KNOWLEDGE, _piqa),
+    _reader("question options label", Form.CHOICE, Kind.KNOWLEDGE, _options),
+    _reader("question choices answer", Form.CHOICE, Kind.KNOWLEDGE, _question),
+    _reader("schema question sql", Form.SQL, Kind.SQL, _sql, stops=("\n\n", ";"), max_tokens=96),
+    _reader(
+        "prompt entry_point canonical_solution test", Form.CODE, Kind.CODE, _humaneval,
+        stops=_FUNCTION_ENDS, max_tokens=192,
+    ),
+    _reader(
+        "prompt code test_list", Form.CODE, Kind.CODE, _mbpp,
+        stops=("\nassert ", '\n"""', "\n```", "\nprint("), max_tokens=192,
+    ),
+    _reader(
+        "prompt format", Form.FORMAT, Kind.STRUCTURED_OUTPUT, _format, stops=(), max_tokens=128
+    ),
+    _reader("context continuation", Form.EXACT, Kind.CHAT, _continuation),
+    _reader(
+        "question answer", Form.WORKED, Kind.MATHS, _worked,
+        stops=("\nQuestion:",), max_tokens=_WORKED_TOKENS,
+    ),
+    _reader("context answer", Form.EXACT, Kind.MATHS, _answer),
+)  # fmt: skip
+_KINDS_BY_NAME = (
+    ("boolq", Kind.CLASSIFICATION),
+    ("mathqa", Kind.MATHS),
+    ("dyck", Kind.STRUCTURED_OUTPUT),
+    ("repeat_copy", Kind.STRUCTURED_OUTPUT),
+    ("cs_algorithms", Kind.CODE),
+)
+
+
+def _kind_of(name: str, row: Mapping[str, Any], reader: _Reader) -> Kind:
+    if isinstance(row.get("kind"), str):
+        return parse_kinds([row["kind"]])[0]
+    for part, kind in _KINDS_BY_NAME:
+        if part in name:
+            return kind
+    return reader.kind
