@@ -7,7 +7,6 @@ tests compare both. Source: ggml's docs/gguf.md and ggml-common.h.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import mmap
 import struct
@@ -18,11 +17,13 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from trivet.checkpoint.ggml import TYPES, BlockType, decode, kquants, legacy
 from trivet.checkpoint.gguf_vocab import tokenizer_from_gguf
 from trivet.checkpoint.source import (
     Checkpoint,
     Float16,
     Float32,
+    FloatMatrix,
     SourceTensor,
     TensorInfo,
     read_span,
@@ -44,28 +45,12 @@ MAX_METADATA_BYTES = 512 << 20  # metadata and tensor infos together
 MAX_ELEMENTS = 1 << 23  # strings and lists in all arrays together
 
 
-@dataclasses.dataclass(frozen=True)
-class BlockType:
-    """A ggml type: ``values`` weights take ``num_bytes`` bytes."""
-
-    name: str
-    values: int
-    num_bytes: int
-
-
-TYPES = {
-    0: BlockType("F32", 1, 4),
-    1: BlockType("F16", 1, 2),
-    2: BlockType("Q4_0", 32, 18),
-    3: BlockType("Q4_1", 32, 20),
-    8: BlockType("Q8_0", 32, 34),
-    30: BlockType("BF16", 1, 2),
-}
+_TYPE_OF_ID = {kind.id: kind for kind in TYPES.values()}
 _OTHER_TYPES = {
-    4: "Q4_2", 5: "Q4_3", 6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K",
-    13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
-    20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32",
-    27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+    4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS",
+    19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16",
+    26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+    40: "NVFP4",
 }  # fmt: skip
 
 _SCALARS = {
@@ -164,6 +149,7 @@ class GGUFCheckpoint(Checkpoint):
     """A GGUF file. Raises CheckpointError when the file is truncated, mislabelled or hostile."""
 
     kind = "gguf"
+    quantized_types = ("Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -229,7 +215,7 @@ class GGUFCheckpoint(Checkpoint):
         dims = tuple(cursor.u64(name) for _ in range(num_dims))
         kind_id = cursor.u32(name)
         offset = cursor.u64(name)
-        kind = TYPES.get(kind_id)
+        kind = _TYPE_OF_ID.get(kind_id)
         if kind is None:
             known = ", ".join(t.name for t in TYPES.values())
             label = _OTHER_TYPES.get(kind_id, "unknown")
@@ -238,13 +224,13 @@ class GGUFCheckpoint(Checkpoint):
                 f"has the GGUF type {kind_id} ({label}), which is not supported; supported: {known}",
                 tensor=name,
             )
-        if min(dims) < 1 or math.prod(dims) > cursor.file_size * 2 or dims[0] % kind.values:
+        if min(dims) < 1 or math.prod(dims) > cursor.file_size * 4 or dims[0] % kind.values:
             raise CheckpointError(
                 self.path,
                 f"has the impossible shape {shown_shape(dims[::-1])} for type {kind.name}",
                 tensor=name,
             )
-        num_bytes = math.prod(dims) // kind.values * kind.num_bytes
+        num_bytes = math.prod(dims[1:]) * kind.row_bytes(dims[0])
         return name, kind, dims[::-1], offset, num_bytes
 
     def tokenizer_data(self) -> TokenizerData:
@@ -252,7 +238,7 @@ class GGUFCheckpoint(Checkpoint):
         return tokenizer_from_gguf(self.metadata, self.path)
 
     def read(self, name: str) -> SourceTensor:
-        """See `Checkpoint.read`."""
+        """See `Checkpoint.read`. Types that no grid of the engine holds come as `FloatMatrix`."""
         info = self.info(name)
         raw = read_span(info.path, info.offset, info.num_bytes)
         if info.dtype in ("F32", "F16"):
@@ -266,30 +252,59 @@ class GGUFCheckpoint(Checkpoint):
             codes = raw.view(np.uint16).reshape(rows, columns)
             require_finite(codes, self.path, name)
             return WeightTensor(WeightFormat(16), codes, exact=True, source="BF16")
-        return _read_grid(raw, info, rows, columns)
+        if info.dtype in ("Q4_0", "Q4_1", "Q5_0", "Q8_0"):
+            return _read_grid(raw, info, rows, columns)
+        if info.dtype == "Q4_K":
+            return _read_q4_k(raw, info, rows, columns)
+        values = decode(info.dtype, raw.reshape(rows, -1))
+        require_finite(values, self.path, name)
+        return FloatMatrix(values, _WIDENED, info.dtype, _WHY[info.dtype])
+
+    def read_bytes(self, name: str) -> NDArray[np.uint8]:
+        """The tensor's bytes as they lie in the file, uint8 [rows, bytes of a row]."""
+        info = self.info(name)
+        raw = read_span(info.path, info.offset, info.num_bytes)
+        return raw.reshape(math.prod(info.shape[:-1]), -1)
+
+
+_WIDENED = WeightFormat(8, 32)
+_SIXTEENS = "groups of 16 are rounded to 8 bits in groups of 32"
+_FIFTHS = "5 bits with a minimum are rounded to 8 bits in groups of 32"
+_WHY = {"Q2_K": _SIXTEENS, "Q3_K": _SIXTEENS, "Q6_K": _SIXTEENS, "Q5_1": _FIFTHS, "Q5_K": _FIFTHS}
 
 
 def _read_grid(raw: NDArray[np.uint8], info: TensorInfo, rows: int, columns: int) -> WeightTensor:
     """Codes and scales of a tensor of 32-value blocks, without changing a bit."""
-    kind = next(t for t in TYPES.values() if t.name == info.dtype)
-    groups = columns // 32
-    blocks = raw.reshape(rows, groups, kind.num_bytes)
+    blocks = raw.reshape(-1, TYPES[info.dtype].num_bytes)
 
     def halves(at: int) -> NDArray[np.float16]:
-        values = np.ascontiguousarray(blocks[:, :, at : at + 2]).view(np.float16)[:, :, 0]
+        values = legacy.halves(blocks, at)
         require_finite(values, info.path, info.name)
-        return values
+        return values.reshape(rows, columns // legacy.GROUP)
 
-    if info.dtype == "Q8_0":
-        codes = np.ascontiguousarray(blocks[:, :, 2:]).view(np.int8).reshape(rows, columns)
-        return WeightTensor(WeightFormat(8, 32), codes, halves(0), exact=True, source="Q8_0")
-    packed = blocks[:, :, kind.num_bytes - 16 :]
-    nibbles = np.empty((rows, groups, 32), np.uint8)
-    np.bitwise_and(packed, 15, out=nibbles[:, :, :16])
-    np.right_shift(packed, 4, out=nibbles[:, :, 16:])
-    codes4 = nibbles.reshape(rows, columns)
-    if info.dtype == "Q4_0":
-        return WeightTensor(WeightFormat(4, 32), codes4, halves(0), exact=True, source="Q4_0")
+    codes: Any = legacy.split_codes(info.dtype, blocks)
+    scales, minima, form = halves(0), None, WeightFormat(8, 32)
+    if info.dtype == "Q5_0":
+        codes = codes.astype(np.int8) - np.int8(16)
+    elif info.dtype == "Q4_0":
+        form = WeightFormat(4, 32)
+    elif info.dtype == "Q4_1":
+        form, minima = WeightFormat(4, 32, Scheme.MIN), halves(2)
+    shaped = codes.reshape(rows, columns)
+    return WeightTensor(form, shaped, scales, minima, exact=True, source=info.dtype)
+
+
+def _read_q4_k(raw: NDArray[np.uint8], info: TensorInfo, rows: int, columns: int) -> WeightTensor:
+    """Q4_K as 4-bit codes with a float32 scale and minimum per 32 values, which hold it exactly."""
+    codes, scales, minima = kquants.split("Q4_K", raw.reshape(-1, TYPES["Q4_K"].num_bytes))
+    assert minima is not None
+    for values in (scales, minima):
+        require_finite(values, info.path, info.name)
     return WeightTensor(
-        WeightFormat(4, 32, Scheme.MIN), codes4, halves(0), halves(2), exact=True, source="Q4_1"
+        WeightFormat(4, 32, Scheme.MIN),
+        codes.astype(np.uint8, copy=False).reshape(rows, columns),
+        scales.reshape(rows, -1),
+        -minima.reshape(rows, -1),
+        exact=True,
+        source="Q4_K",
     )

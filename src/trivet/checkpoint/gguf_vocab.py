@@ -1,8 +1,10 @@
-"""A tokenizer rebuilt from the metadata of a GGUF file.
+"""Tokenizers to and from the metadata of a GGUF file.
 
 GGUF stores tokens, merges or scores, and a *name* for the rules that split text before BPE. A wrong
-guess gives valid but wrong ids and ruins a model quietly, so an unknown name is an error. Names and
-patterns follow llama.cpp's ``llama-vocab.cpp`` and the tokenizer.json of the models themselves.
+guess gives valid but wrong ids and ruins a model quietly, so an unknown name is an error, and on
+writing a name counts only when the tokenizer rebuilt from it gives the same ids on many texts.
+Names and patterns follow llama.cpp's ``llama-vocab.cpp`` and the tokenizer.json of the models
+themselves.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from trivet.checkpoint.tokenizer import (
     Tokenizer,
     TokenizerData,
     byte_alphabet,
+    is_byte_token,
 )
 from trivet.errors import CheckpointError
 
@@ -56,7 +59,8 @@ _SPLITS = {
     "default": _SPLIT_DEFAULT,
 }
 
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type
+# tokenizer.ggml.token_type
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|end_of_turn|>")
 _SPACE = "\u2581"
 
@@ -126,7 +130,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], path: Path) -> TokenizerDat
     content["post_processor"] = _post_processor(
         tokens, bos_id if add_bos else None, eos_id if add_eos else None
     )
-    ends = [eos_id, _token_id(metadata, "eot", len(tokens), path)]
+    ends = [eos_id, *(_token_id(metadata, name, len(tokens), path) for name in ("eot", "eom"))]
     ends += [vocab[t] for t in _TURN_ENDS if t in vocab and types[vocab[t]] == _CONTROL]
     template = metadata.get("tokenizer.chat_template")
     special = {"bos_token": bos_id, "eos_token": eos_id}
@@ -259,3 +263,163 @@ def _post_processor(
             tokens[i]: {"id": tokens[i], "ids": [i], "tokens": [tokens[i]]} for i in used
         },
     }
+
+
+# --- writing -------------------------------------------------------------------------------------
+
+# One name per set of rules, the commonest model's.
+_WRITTEN = ("gpt-2", "smollm", "llama-bpe", "qwen2", "default")
+PROBES = (
+    "Hello, world!",
+    "  two  spaces\n\nand lines\t\t",
+    "1234567890 3.14 x2 4th \u0661\u0662\u0663",
+    "caf\u00e9 cafe\u0301 \xfcber stra\xdfe \u0130I",
+    "we'll WE'LL They've I'M it's 'quoted' d'accord",
+    "\u4f60\u597d\uff0c\u4e16\u754c\u3002\u3053\u3093\u306b\u3061\u306f \uc548\ub155\ud558\uc138\uc694",
+    "\U0001f680\U0001f468\u200d\U0001f469\u200d\U0001f467 :-) \u20ac5 \xbd",
+    "\u043f\u0440\u0438\u0432\u0435\u0442 \u043c\u0438\u0440 \u0645\u0631\u062d\u0628\u0627"
+    " \u0e2a\u0e27\u0e31\u0e2a\u0e14\u0e35 \u0928\u092e\u0938\u094d\u0924\u0947"
+    " \u05e9\u05dc\u05d5\u05dd",
+    "def f(x):\n    return x ** 2  # square\n\n\tif a!=b: c+=1;\r\n",
+    'http://a.b/c?d=e&f#g <tag attr="1">',
+    "in 1999, $1,000.50 (approx.) -- 50% off!!! ...",
+    " leading",
+    "trailing ",
+    "\n",
+    " ",
+    "a",
+    "_x__y_ CamelCase",
+)
+
+
+def tokenizer_metadata(
+    data: TokenizerData, vocab_size: int, path: Path
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The ``tokenizer.*`` keys that llama.cpp reads, and what they cannot say, for a report.
+
+    vocab_size  rows of the embedding; ids without a token are filled up
+    path        named in messages
+    Raises CheckpointError: not BPE, more tokens than rows, or rules of splitting that no name known
+    here gives.
+    """
+    content = json.loads(data.json)
+    model = content.get("model")
+    if not isinstance(model, dict) or model.get("type") != "BPE":
+        kind = model.get("type") if isinstance(model, dict) else None
+        raise CheckpointError(
+            path, f"the tokenizer's model is {kind!r:.40}; GGUF export writes BPE"
+        )
+    tokens, types = _tokens_of(content, vocab_size, path)
+    common: dict[str, Any] = {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": np.array(types, np.int32),
+    }
+    special, notes = _special_ids(data, tokens, types)
+    tokenizer = Tokenizer(data, path)
+    with_special = tokenizer.encode("a")
+    bare = tokenizer.encode("a", add_special_tokens=False)
+    added = len(with_special) - len(bare)
+    first = added > 0 and with_special[0] == data.bos_id
+    last = added > int(first) and with_special[-1] in data.eos_ids
+    special["tokenizer.ggml.add_bos_token"] = first
+    special["tokenizer.ggml.add_eos_token"] = last
+    if data.chat_template is not None:
+        special["tokenizer.chat_template"] = data.chat_template
+    merges = [m.split(" ", 1) if isinstance(m, str) else m for m in model.get("merges", [])]
+    tried = []
+    if data.style == BYTE_LEVEL:
+        for name in _ordered_splits(content):
+            head = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": name}
+            tried.append(head | common | {"tokenizer.ggml.merges": [f"{a} {b}" for a, b in merges]})
+    else:
+        ranks = {
+            token: -float(i) for i, token in reversed(list(enumerate(a + b for a, b in merges)))
+        }
+        scores = np.array([ranks.get(token, 0.0) for token in tokens], np.float32)
+        head = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default"}
+        prefix = {"tokenizer.ggml.add_space_prefix": data.strip_leading}
+        tried.append(head | common | {"tokenizer.ggml.scores": scores} | prefix)
+    texts = [*PROBES, *(f"a {tokens[i]} b" for i, kind in enumerate(types) if kind == _CONTROL)][
+        :64
+    ]
+    expected = [(tokenizer.encode(t), tokenizer.encode(t, False)) for t in texts]
+    for metadata in tried:
+        metadata |= special
+        rebuilt = tokenizer_from_gguf(metadata, path)
+        other = Tokenizer(rebuilt, path)
+        if [(other.encode(t), other.encode(t, False)) for t in texts] == expected:
+            lost = sorted(set(data.eos_ids) - set(rebuilt.eos_ids))
+            if lost:
+                notes.append(f"end-of-text ids {lost} have no key in GGUF")
+            return metadata, tuple(notes)
+    raise CheckpointError(
+        path,
+        "splits text by rules that no GGUF name known here gives;"
+        f" tried: {', '.join(m['tokenizer.ggml.pre'] for m in tried)}",
+    )
+
+
+def _tokens_of(
+    content: Mapping[str, Any], vocab_size: int, path: Path
+) -> tuple[list[str], list[int]]:
+    """Tokens by id and their types; ids without a token are called ``[PADn]``."""
+    vocab: dict[str, int] = content["model"]["vocab"]
+    tokens, types = [f"[PAD{i}]" for i in range(vocab_size)], [_UNUSED] * vocab_size
+    added = {token["content"]: token for token in content.get("added_tokens", [])}
+    ids = vocab | {name: token["id"] for name, token in added.items()}
+    largest = max(ids.values(), default=-1)
+    if largest >= vocab_size:
+        raise CheckpointError(
+            path, f"the tokenizer has the id {largest}, but vocab_size is {vocab_size}"
+        )
+    unknown = content["model"].get("unk_token")
+    has_bytes = bool(content["model"].get("byte_fallback"))
+    for token, i in ids.items():
+        kind = _NORMAL
+        if token in added:
+            kind = _CONTROL if added[token].get("special") else _USER_DEFINED
+        if has_bytes and token == unknown:
+            kind = _UNKNOWN
+        elif has_bytes and is_byte_token(token):
+            kind = _BYTE
+        tokens[i], types[i] = token, kind
+    return tokens, types
+
+
+def _special_ids(
+    data: TokenizerData, tokens: Sequence[str], types: Sequence[int]
+) -> tuple[dict[str, Any], list[str]]:
+    """Keys of the special ids. The first end is the tokenizer's own; a turn's end comes second."""
+    ids = {token: i for i, token in enumerate(tokens)}
+    found: dict[str, Any] = {}
+    if data.bos_id is not None:
+        found["bos"] = data.bos_id
+    ends = list(data.eos_ids)
+    own = ids.get(data.special_tokens.get("eos_token", ""))
+    ends.sort(key=lambda i: (i != own, tokens[i] not in _TURN_ENDS))
+    found |= dict(zip(("eos", "eot", "eom"), ends, strict=False))
+    for key, name in (("unknown", "unk_token"), ("padding", "pad_token")):
+        spelled = data.special_tokens.get(name)
+        if spelled is not None and spelled in ids:
+            found[key] = ids[spelled]
+    notes = []
+    kept = set(ends[:3])
+    for i, token in enumerate(tokens):
+        if token in _TURN_ENDS and types[i] == _CONTROL and i not in data.eos_ids and i not in kept:
+            notes.append(f"readers of GGUF also end a text at {token}")
+    return {f"tokenizer.ggml.{key}_token_id": i for key, i in found.items()}, notes
+
+
+def _ordered_splits(content: Mapping[str, Any]) -> list[str]:
+    """Names to try, first those whose patterns tokenizer.json spells."""
+    step = content.get("pre_tokenizer") or {}
+    steps = step.get("pretokenizers", []) if step.get("type") == "Sequence" else [step]
+    patterns: list[str] = []
+    for part in steps:
+        if part.get("type") == "Split":
+            patterns += [p for p in part.get("pattern", {}).values() if isinstance(p, str)]
+        elif part.get("type") == "Digits" and part.get("individual_digits"):
+            patterns.append(r"\p{N}")
+        elif part.get("type") == "ByteLevel" and part.get("use_regex", True):
+            patterns.append(_GPT2)
+    return sorted(_WRITTEN, key=lambda name: _SPLITS[name].patterns != tuple(patterns))

@@ -82,6 +82,11 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(rest)}
 
 
+def is_byte_token(token: str) -> bool:
+    """Whether a token is SentencePiece's spelling of one byte, ``<0x0A>``."""
+    return _BYTE_TOKEN.match(token) is not None
+
+
 class Tokenizer:
     """Encodes and decodes. Raises CheckpointError when the library refuses the data."""
 

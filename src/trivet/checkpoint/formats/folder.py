@@ -136,7 +136,7 @@ def _write_tensors(
     shapes = _Summary()
     num_parts = {name: _MAX_PARTS[format] if name in weights else 1 for name in names}
     capacity = 64 + sum((len(name) + _ENTRY_BYTES) * num_parts[name] for name in names)
-    with _ShardWriter(folder, capacity) as writer:
+    with ShardWriter(folder, capacity) as writer:
         for name in names:
             given = weights.get(name)
             if given is None or isinstance(given, np.ndarray):
@@ -311,7 +311,7 @@ def _require_finite(name: str, stored: Stored) -> None:
         raise QuantError(f"{name}: holds a value that {stored.dtype} cannot, or NaN")
 
 
-class _ShardWriter:
+class ShardWriter:
     """Streams tensors into safetensors files; headers are written when a shard is complete.
 
     capacity  room that each file's header is given, a bound of what all tensors' entries take
@@ -325,7 +325,7 @@ class _ShardWriter:
         self._header: dict[str, Any] = {}
         self._size = self._total = 0
 
-    def __enter__(self) -> _ShardWriter:
+    def __enter__(self) -> ShardWriter:
         return self
 
     def __exit__(
