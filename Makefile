@@ -68,7 +68,7 @@ bench: install ## speed of each format on this machine, JSON under out/
 	@mkdir -p out
 	$(BIN)/python benchmarks/engine.py -o out/engine.json
 
-peers: install ## side-by-side with llama.cpp and OpenVINO, results under benchmarks/results/
+peers: install ## side by side with llama.cpp, OpenVINO and vLLM (40 minutes; builds them first)
 	$(BIN)/python benchmarks/peers/run.py -o benchmarks/results
 
 accuracy: $(VENV)/.tests ## logits against transformers in float32, on the demo model and on reference B

