@@ -25,7 +25,7 @@ ORDER = [
     ["speculate"],
     ["loader"],
     ["evaluate"],
-    ["llm"],
+    ["llm", "quantization"],
     ["worker"],
     ["gateway"],
     ["bench"],

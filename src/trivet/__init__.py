@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trivet.llm import LLM
+    from trivet.quantization import quantize
     from trivet.request import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "__version__", "quantize"]
 
 
 def __getattr__(name: str) -> Any:
@@ -22,4 +23,8 @@ def __getattr__(name: str) -> Any:
         from trivet.request import SamplingParams
 
         return SamplingParams
+    if name == "quantize":
+        from trivet.quantization import quantize
+
+        return quantize
     raise AttributeError(f"module 'trivet' has no attribute {name!r}")

@@ -1,0 +1,414 @@
+"""`trivet.quantize`: from a model's name to a judged folder.
+
+Plans, predicts, quantizes (`trivet.quant.pipeline`) and puts the result before the gate. The folder
+gets its name only when the gate passes or is off; otherwise it is DIR.rejected or DIR.undecided.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import resource
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from trivet.checkpoint import ModelSource, resolve_model
+from trivet.config import ModelConfig
+from trivet.errors import CheckpointError, ConfigError
+from trivet.json_values import plain
+from trivet.models import ModelSpec, open_model
+from trivet.models.load import Model
+from trivet.quant.grid import Grid
+from trivet.quant.methods.gptq import GptqConfig
+from trivet.quant.pipeline import CALIBRATED, Outcome, Recipe, quantize_model, require_unquantized
+from trivet.quant.plan import FP8_BLOCKS, METHODS, Fp8, Plan, Target, loaders, make_plan
+from trivet.sizing import available_threads
+
+FORMATS = ("native", "gptq", "gptq_v2", "awq", "compressed-tensors", "fp8")
+GATES = ("fast", "full", "off")
+NATIVE = "compressed-tensors"  # what `native` writes: the engine keeps it as it is
+Progress = Callable[[str, float, float], None]
+_MAX_SAMPLES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What is known before anything runs.
+
+    bytes          of all tensors of the output        source_bytes  the same model in bf16
+    memory_bytes   of the calibration: hidden states, one layer, sums
+    loaders        who loads the result, and the largest tensor-parallel degree
+    """
+
+    bytes: int
+    source_bytes: int
+    memory_bytes: int
+    loaders: dict[str, Any]
+    targets: dict[str, int]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "predicted_bytes": self.bytes,
+            "source_bytes": self.source_bytes,
+            "predicted_memory_bytes": self.memory_bytes,
+            "loaders": self.loaders,
+            "targets": self.targets,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """What became of it. ``path`` is the folder's final name; ``verdict`` None: the gate was off."""
+
+    path: Path | None
+    prediction: Prediction
+    outcome: Outcome | None
+    seconds: float
+    peak_rss_bytes: int
+    gate: dict[str, Any] | None
+    method: str
+    form: str
+    attempts: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    @property
+    def verdict(self) -> str | None:
+        return None if self.gate is None else str(self.gate["verdict"])
+
+    def as_json(self) -> dict[str, Any]:
+        """The contract's keys, then what else there is to say."""
+        result: dict[str, Any] = {
+            "path": None if self.path is None else str(self.path),
+            "bytes": None if self.outcome is None else self.outcome.bytes,
+            **self.prediction.as_json(),
+            "seconds": self.seconds,
+            "peak_rss_bytes": self.peak_rss_bytes,
+            "verdict": self.verdict,
+            "method": self.method,
+            "form": self.form,
+            "gate": self.gate,
+            "warnings": [] if self.outcome is None else self.outcome.warnings,
+            "resumed_layers": 0 if self.outcome is None else self.outcome.resumed,
+        }
+        if self.attempts:
+            result["attempts"] = self.attempts
+        return result
+
+
+def predict(model: Model, plan: Plan, recipe: Recipe, samples: int, window: int) -> Prediction:
+    """Bytes, memory and loaders of a plan."""
+    spec = model.spec
+    rows = samples * window * 9 // 8 if recipe.needs_calibration else 0
+    layer = 4 * (spec.hidden_size * (2 * spec.q_size + 2 * spec.kv_size + 3 * spec.ffn_size))
+    sums = 8 * 4 * max(spec.hidden_size, spec.q_size, spec.ffn_size) ** 2
+    streams = 4 * rows * (2 * spec.hidden_size + spec.ffn_size)
+    float_bytes = Plan(spec, dict.fromkeys(plan.targets)).bytes
+    return Prediction(
+        plan.bytes,
+        float_bytes,
+        streams + sums + 4 * layer + 4 * spec.vocab_size * spec.hidden_size + (160 << 20),
+        loaders(plan, recipe.format, recipe.gptq.act_order),
+        plan.names(),
+    )
+
+
+def quantize(
+    model: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    method: str = "gptq",
+    bits: int = 4,
+    group_size: int | None = 64,
+    sym: bool = True,
+    act_order: str = "static",
+    damp: float = 0.01,
+    format: str = "native",
+    traffic: str | os.PathLike[str] | None = None,
+    samples: int = 128,
+    window: int = 512,
+    general_share: float = 0.25,
+    seed: int = 0,
+    max_bytes: int | None = None,
+    keep: Sequence[str] = (),
+    gate: str = "fast",
+    fp8: str = "channel",
+    requantize: bool = False,
+    dry_run: bool = False,
+    auto: bool = False,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    evaluate: dict[str, Any] | None = None,
+    announce: Callable[[Prediction], None] | None = None,
+) -> Quantized:
+    """Quantize a model into a folder and judge it.
+
+    model       folder, .gguf file, hub id or ``demo``       output  must not exist
+    method      one of `METHODS`; group_size None: the whole row
+    traffic     JSONL of prompts or chats, or plain text; None: prose and code of the Python library
+    samples     windows of ``window`` tokens to calibrate on
+    max_bytes   no tensor bytes above this; with auto, the budget it works under
+    keep        ``REGEX=FORMAT`` for linears that get another format
+    gate        ``fast``, ``full`` or ``off``
+    auto        8 bits first, then methods at 4 bits until the gate passes
+    announce    called with what is predicted, before anything runs
+    evaluate    further arguments of the evaluation behind the gate (corpora, max_tokens, ...)
+    Raises ConfigError, CheckpointError, QuantError.
+    """
+    if gate not in GATES:
+        raise ConfigError("gate", gate, ", ".join(GATES))
+    if not 1 <= samples <= _MAX_SAMPLES:
+        raise ConfigError("samples", samples, f"1 to {_MAX_SAMPLES}")
+    target = Path(output)
+    taken = [
+        p for p in (target, _named(target, "rejected"), _named(target, "undecided")) if p.exists()
+    ]
+    if taken and not dry_run:
+        raise CheckpointError(taken[0], "exists; a model is never overwritten")
+    source = resolve_model(model)
+    opened = open_model(source)
+    if not requantize:
+        require_unquantized(opened)
+    settings = _Settings(
+        source, opened, target, os.fspath(model), traffic, samples, window, general_share, seed,
+        threads or available_threads(), gate, progress or _silent, evaluate or {}, announce,
+        requantize,
+    )  # fmt: skip
+    config = GptqConfig(damp=damp, act_order=act_order)
+    if auto:
+        return _automatic(
+            settings, config, tuple(keep), max_bytes, _written_format(format), dry_run
+        )
+    default = _default_target(method, bits, group_size, sym, fp8)
+    recipe = _recipe(method, format, config, requantize)
+    plan = make_plan(opened.spec, default, keep)
+    _require_budget(plan, max_bytes)
+    return _attempt(settings, plan, recipe, target, dry_run, sym)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    """What all attempts of one call share."""
+
+    source: ModelSource
+    model: Model
+    target: Path
+    name: str
+    traffic: str | os.PathLike[str] | None
+    samples: int
+    window: int
+    general_share: float
+    seed: int
+    threads: int
+    gate: str
+    progress: Progress
+    evaluate: dict[str, Any]
+    announce: Callable[[Prediction], None] | None
+    requantize: bool
+
+
+def _silent(what: str, done: float, total: float) -> None:
+    return None
+
+
+def _named(target: Path, ending: str) -> Path:
+    return target.with_name(f"{target.name}.{ending}")
+
+
+def _default_target(method: str, bits: int, group_size: int | None, sym: bool, fp8: str) -> Target:
+    if method not in METHODS:
+        raise ConfigError("method", method, ", ".join(METHODS))
+    if method == "fp8":
+        if fp8 not in FP8_BLOCKS:
+            raise ConfigError("fp8", fp8, ", ".join(FP8_BLOCKS))
+        return Fp8(fp8)
+    if method == "smoothquant":
+        return Grid(8, None, True)
+    return Grid(bits, group_size, sym)
+
+
+def _written_format(format: str) -> str:
+    if format not in FORMATS:
+        raise ConfigError("format", format, ", ".join((*FORMATS, "gguf:TYPE")))
+    return NATIVE if format == "native" else format
+
+
+def _recipe(method: str, format: str, config: GptqConfig, requantize: bool) -> Recipe:
+    written = _written_format(format)
+    if method == "fp8" and written not in ("fp8", "compressed-tensors"):
+        raise ConfigError("format", format, "native, fp8 or compressed-tensors for the method fp8")
+    if method != "fp8" and written == "fp8":
+        raise ConfigError("format", format, "another format: fp8 holds what the method fp8 makes")
+    if method == "smoothquant" and written != "compressed-tensors":
+        raise ConfigError(
+            "format", format, "native or compressed-tensors for the method smoothquant"
+        )
+    if config.act_order == "desc_act" and written == "awq":
+        raise ConfigError("act_order", config.act_order, "static or none: AWQ has no g_idx")
+    return Recipe(method=method, format=written, gptq=config, requantized=requantize)
+
+
+def _require_budget(plan: Plan, max_bytes: int | None) -> None:
+    if max_bytes is not None and plan.bytes > max_bytes:
+        raise ConfigError(
+            "max_bytes", max_bytes, f"at least the {plan.bytes} bytes that are predicted;"
+            " use fewer --bits or a larger --group-size"
+        )  # fmt: skip
+
+
+def _attempt(
+    settings: _Settings, plan: Plan, recipe: Recipe, target: Path, dry_run: bool, sym: bool
+) -> Quantized:
+    """Predict, quantize, judge, name."""
+    if recipe.format == "awq" and any(
+        not isinstance(t, Grid) or t.bits != 4 for t in plan.targets.values() if t is not None
+    ):
+        raise ConfigError("format", "awq", "another format: AWQ has 4 bits only")
+    started = time.monotonic()
+    prediction = predict(settings.model, plan, recipe, settings.samples, settings.window)
+    form = "+".join(sorted(plan.names()))
+    if settings.announce is not None:
+        settings.announce(prediction)
+    if dry_run:
+        return Quantized(
+            None,
+            prediction,
+            None,
+            time.monotonic() - started,
+            _peak_rss(),
+            None,
+            recipe.method,
+            form,
+        )
+    candidate = _named(target, "candidate")
+    shutil.rmtree(candidate, ignore_errors=True)  # of a run that was killed while it was judged
+    outcome = quantize_model(
+        settings.source,
+        plan,
+        recipe,
+        candidate,
+        traffic=None if settings.traffic is None else Path(settings.traffic),
+        samples=settings.samples,
+        window=settings.window,
+        general_share=settings.general_share,
+        seed=settings.seed,
+        threads=settings.threads,
+        progress=settings.progress,
+    )
+    judged = _judge(settings, candidate)
+    verdict = None if judged is None else judged["verdict"]
+    ending = {"reject": "rejected", "undecided": "undecided"}.get(str(verdict))
+    final = target if ending is None else _named(target, ending)
+    if judged is not None and not (candidate / "gate.json").exists():
+        text = json.dumps(plain(judged), indent=1, allow_nan=False)
+        (candidate / "gate.json").write_text(text + "\n", "utf-8")
+    candidate.rename(final)
+    shutil.rmtree(_named(candidate, "partial"), ignore_errors=True)
+    return Quantized(
+        final, prediction, outcome, time.monotonic() - started, _peak_rss(), judged,
+        recipe.method, form,
+    )  # fmt: skip
+
+
+def _judge(settings: _Settings, candidate: Path) -> dict[str, Any] | None:
+    """The gate's verdict on a candidate against its source in bf16; None when the gate is off."""
+    if settings.gate == "off":
+        return None
+    from trivet.evaluate import GateOptions, evaluate_model
+
+    def advance(label: str, share: float) -> None:
+        settings.progress(f"judging: {label}", share, 1)
+
+    settings.progress("judging", 0, 1)
+    evaluation = evaluate_model(
+        ModelConfig(model=str(candidate), threads=settings.threads),
+        ModelConfig(model=settings.name, weights="bf16", threads=settings.threads),
+        gate=GateOptions(size=settings.gate, seed=settings.seed),
+        on_check=advance,
+        **settings.evaluate,
+    )
+    return evaluation.as_json()
+
+
+def _peak_rss() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def automatic_order(spec: ModelSpec) -> list[tuple[str, int, int | None]]:
+    """(method, bits, group size) in the order that `--auto` tries: 8 bits prove the flow, then 4.
+
+    Source: what practitioners do on a reject: smaller groups with act-order, then AWQ with GPTQ.
+    """
+    from trivet.quant.plan import group_sizes_for
+
+    groups = [g for g in group_sizes_for(spec) if g <= 128]
+    eight: list[tuple[str, int, int | None]] = [("rtn", 8, groups[0] if groups else None)]
+    four: list[tuple[str, int, int | None]] = [("gptq", 4, g) for g in groups]
+    four += [("awq+gptq", 4, g) for g in groups[-2:]]
+    return eight + (four or [("gptq", 4, None)])
+
+
+def _automatic(
+    settings: _Settings,
+    config: GptqConfig,
+    keep: tuple[str, ...],
+    max_bytes: int | None,
+    format: str,
+    dry_run: bool,
+) -> Quantized:
+    """8 bits first; then down the order at 4 bits until one passes or the budget is broken.
+
+    The smallest folder that passes gets the name; when 8 bits do not pass, nothing below is tried.
+    """
+    if settings.gate == "off":
+        raise ConfigError("gate", "off", "fast or full: --auto stops where the gate passes")
+    attempts: list[dict[str, Any]] = []
+    passed: Quantized | None = None
+    last: Quantized | None = None
+    for index, (method, bits, group) in enumerate(automatic_order(settings.model.spec)):
+        plan = make_plan(settings.model.spec, Grid(bits, group), keep)
+        name = f"{method} w{bits}-{'row' if group is None else f'g{group}'}"
+        is_proof = index == 0  # 8 bits show that the flow is sound, even beyond the budget
+        if max_bytes is not None and plan.bytes > max_bytes and not is_proof:
+            attempts.append({"name": name, "predicted_bytes": plan.bytes, "verdict": "over budget"})
+            continue
+        place = _named(settings.target, f"attempt-{index}")
+        for ending in ("", ".rejected", ".undecided"):
+            shutil.rmtree(place.with_name(place.name + ending), ignore_errors=True)
+        recipe = _recipe(method, format, config, settings.requantize)
+        done = _attempt(settings, plan, recipe, place, dry_run, True)
+        attempts.append({"name": name, "predicted_bytes": plan.bytes, "verdict": done.verdict})
+        if last is not None and last.path is not None and last is not passed:
+            shutil.rmtree(last.path, ignore_errors=True)
+        last = done
+        if dry_run:
+            return dataclasses.replace(done, attempts=attempts)
+        if is_proof and done.verdict != "pass":
+            break
+        if done.verdict == "pass":
+            fits = max_bytes is None or plan.bytes <= max_bytes
+            if passed is not None and passed.path is not None:
+                shutil.rmtree(passed.path, ignore_errors=True)
+            passed = done if fits else None
+            if not fits and done.path is not None and not is_proof:
+                shutil.rmtree(done.path, ignore_errors=True)
+            if not is_proof:
+                break
+    best = passed or last
+    assert best is not None
+    assert best.path is not None
+    if passed is not None and last is not None and last is not passed and last.path is not None:
+        shutil.rmtree(last.path, ignore_errors=True)
+    ending = "" if passed is not None else best.path.suffix
+    if (
+        passed is None and best.verdict == "pass"
+    ):  # only the proof at 8 bits passed: over the budget
+        ending = ".rejected"
+    final = settings.target.with_name(settings.target.name + ending)
+    best.path.rename(final)
+    return dataclasses.replace(best, path=final, attempts=attempts)
+
+
+__all__ = ["CALIBRATED", "Prediction", "Quantized", "predict", "quantize"]

@@ -1,0 +1,274 @@
+"""Whole models: planned, quantized, proved, resumed; and what must be refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support.tiny_models import Variant, build_folder, build_gguf
+from trivet.checkpoint import resolve_model
+from trivet.errors import CheckpointError, ConfigError, QuantError
+from trivet.models import open_model
+from trivet.models.reference import float_logits
+from trivet.quant import pipeline
+from trivet.quant.observe import LayerWeights
+from trivet.quant.plan import loaders, make_plan, parse_target
+from trivet.quant.proof import LinearProof, check_proof
+from trivet.quantization import quantize
+
+SHAPE = Variant(hidden=64, heads=4, kv_heads=2, head_dim=32, ffn=128, layers=3, tied=True)
+QUICK: dict[str, Any] = {"samples": 12, "window": 64, "group_size": 32, "gate": "off", "threads": 2}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_folder(tmp_path_factory.mktemp("quantize") / "model", SHAPE, dtype="F32")
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.iterdir())
+    }
+
+
+def logit_error(source: Path, quantized: Path) -> float:
+    """Relative change of the logits of a fixed text."""
+    tokens = np.random.default_rng(5).integers(3, SHAPE.vocab, 48).tolist()
+    want = float_logits(open_model(resolve_model(source)), tokens)
+    got = float_logits(open_model(resolve_model(quantized)), tokens)
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+def proof_of(folder: Path) -> dict[str, Any]:
+    proof: dict[str, Any] = json.loads((folder / "quantization.json").read_text())
+    return proof
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq", "awq", "awq+gptq", "smoothquant", "fp8"])
+def test_every_method_writes_what_the_loader_reads(
+    source: Path, tmp_path: Path, method: str
+) -> None:
+    done = quantize(source, tmp_path / "out", method=method, **QUICK)
+    assert done.path == tmp_path / "out"
+    assert done.outcome is not None
+    assert done.outcome.bytes == done.prediction.bytes
+    limit = 0.2 if method in ("smoothquant", "fp8") else 0.5
+    assert logit_error(source, tmp_path / "out") < limit
+    linears = proof_of(tmp_path / "out")["linears"]
+    assert len(linears) == 7 * SHAPE.layers
+    for linear in linears:
+        assert linear["error_after"] <= linear["error_before"] * 1.0000001
+        if method in ("gptq", "awq+gptq") and not linear["replaced"]:
+            assert linear["tokens"] > 500
+            assert linear["damp"] == 0.01
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+
+
+@pytest.mark.parametrize("format", ["gptq", "gptq_v2", "awq", "compressed-tensors"])
+@pytest.mark.parametrize("sym", [True, False])
+def test_formats_hold_the_same_values(source: Path, tmp_path: Path, format: str, sym: bool) -> None:
+    quantize(source, tmp_path / "native", method="rtn", sym=sym, **QUICK)
+    quantize(source, tmp_path / "other", method="rtn", sym=sym, format=format, **QUICK)
+    first, second = (open_model(resolve_model(tmp_path / name)) for name in ("native", "other"))
+    for role in ("q", "down"):
+        a = LayerWeights.read(first, 1).matrices[role]
+        b = LayerWeights.read(second, 1).matrices[role]
+        np.testing.assert_array_equal(a, b)
+
+
+def test_gptq_is_nearer_than_round_to_nearest(source: Path, tmp_path: Path) -> None:
+    for method in ("rtn", "gptq"):
+        quantize(source, tmp_path / method, method=method, bits=3, **QUICK)
+    ratios = [
+        linear["error_after"] / linear["error_before"]
+        for linear in proof_of(tmp_path / "gptq")["linears"]
+    ]
+    assert float(np.mean(ratios)) < 0.9
+
+
+class Killed(BaseException):
+    """What a test throws where a process would die."""
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq+gptq"])
+def test_a_killed_run_goes_on_and_gives_the_same_bytes(
+    source: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantize(source, tmp_path / "whole", method=method, **QUICK)
+    whole = hashes(tmp_path / "whole")
+
+    def die_at(layer: int) -> Any:
+        def progress(what: str, done: float, total: float) -> None:
+            if what == "quantizing" and done == layer:
+                raise Killed
+
+        return progress
+
+    for layer in (1, 2):
+        with pytest.raises(Killed):
+            quantize(source, tmp_path / "out", method=method, **QUICK, progress=die_at(layer))
+        assert not (tmp_path / "out").exists()
+    # A file that was being written when the process died is not taken for a layer.
+    partial = tmp_path / "out.candidate.partial"
+    (partial / "layer-0001.npz").write_bytes((partial / "layer-0001.npz").read_bytes()[:1000])
+    done = quantize(source, tmp_path / "out", method=method, **{**QUICK, "threads": 1})
+    assert done.outcome is not None
+    assert done.outcome.resumed == 1
+    assert hashes(tmp_path / "out") == whole
+
+
+def test_another_seed_does_not_take_over_old_layers(source: Path, tmp_path: Path) -> None:
+    def die(what: str, done: float, total: float) -> None:
+        if done == 2:
+            raise Killed
+
+    with pytest.raises(Killed):
+        quantize(source, tmp_path / "out", seed=1, **QUICK, progress=die)
+    done = quantize(source, tmp_path / "out", seed=2, **QUICK)
+    assert done.outcome is not None
+    assert done.outcome.resumed == 0
+
+
+def test_keep_sets_a_format_by_hand(source: Path, tmp_path: Path) -> None:
+    keep = [r"layers\.0\.=bf16", r"mlp\.down_proj=w8-g32"]
+    done = quantize(source, tmp_path / "out", method="rtn", keep=keep, **QUICK)
+    targets = {p["name"]: p["target"] for p in proof_of(tmp_path / "out")["linears"]}
+    assert targets["model.layers.0.self_attn.q_proj"] == "bf16"
+    assert targets["model.layers.0.mlp.down_proj"] == "w8-g32"
+    assert targets["model.layers.1.self_attn.q_proj"] == "w4-g32"
+    assert done.prediction.targets == {"bf16": 6, "w8-g32": 3, "w4-g32": 12}
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [
+        ("nothing_like_it=bf16", "a pattern that matches"),
+        ("q_proj=w5-g64", "keep: 'w5-g64'"),
+        ("q_proj", "REGEX=FORMAT"),
+        ("(=bf16", "regular expression"),
+        ("layers.0.self_attn.q_proj=w8-g32", "they run as one"),
+    ],
+)
+def test_keep_that_cannot_be_is_refused(
+    source: Path, tmp_path: Path, keep: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        quantize(source, tmp_path / "out", method="rtn", keep=[keep], **QUICK)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_quantized_source_is_refused_unless_asked(source: Path, tmp_path: Path) -> None:
+    quantize(source, tmp_path / "once", method="rtn", **QUICK)
+    with pytest.raises(QuantError, match=r"quantized already.*--requantize"):
+        quantize(tmp_path / "once", tmp_path / "twice", method="rtn", **QUICK)
+    gguf = build_gguf(tmp_path / "model.gguf", SHAPE, qtype="Q4_0")
+    with pytest.raises(QuantError, match="quantized already"):
+        quantize(gguf, tmp_path / "twice", method="rtn", **QUICK)
+    quantize(gguf, tmp_path / "twice", method="rtn", requantize=True, **QUICK)
+    assert proof_of(tmp_path / "twice")["requantized"] is True
+
+
+def test_values_on_a_grid_are_found_without_a_label() -> None:
+    weight = np.random.default_rng(0).standard_normal((64, 128)).astype(np.float32)
+    assert pipeline.grid_share(weight) == 0
+    from trivet.quant.grid import Grid, dequantize
+    from trivet.quant.methods.rtn import quantize_rtn
+
+    widened = dequantize(quantize_rtn(weight, Grid(4, 64)))
+    assert pipeline.grid_share(widened) > 0.9
+
+
+def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path) -> None:
+    done = quantize(source, tmp_path / "out", dry_run=True, **QUICK)
+    assert done.path is None
+    assert not list(tmp_path.iterdir())
+    made = quantize(source, tmp_path / "out", method="rtn", **QUICK)
+    assert made.outcome is not None
+    assert made.outcome.bytes == done.prediction.bytes
+
+
+def test_nothing_is_overwritten(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "out.rejected").mkdir()
+    with pytest.raises(CheckpointError, match="never overwritten"):
+        quantize(source, tmp_path / "out", method="rtn", **QUICK)
+
+
+def test_a_budget_below_the_prediction_is_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="max_bytes"):
+        quantize(source, tmp_path / "out", method="rtn", max_bytes=1000, **QUICK)
+
+
+def test_a_group_that_does_not_fit_names_the_layer(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(QuantError, match=r"self_attn.q_proj: group_size 128 does not divide 64"):
+        quantize(source, tmp_path / "out", **{**QUICK, "group_size": 128})
+
+
+def test_a_proof_with_a_hole_is_no_proof() -> None:
+    linear = LinearProof("a", "w4-g32", "gptq", 100, 0.01, 0, 0.1, 0.05, 100)
+    assert check_proof([linear], ["a"], predicted_bytes=100, written_bytes=100) == []
+    with pytest.raises(QuantError, match="left untouched, first b"):
+        check_proof([linear], ["a", "b"], predicted_bytes=100, written_bytes=100)
+    broken = dataclasses.replace(linear, error_after=float("nan"))
+    with pytest.raises(QuantError, match="not a number"):
+        check_proof([broken], ["a"], predicted_bytes=100, written_bytes=100)
+    raised = dataclasses.replace(linear, damp_raised=2)
+    with pytest.raises(QuantError, match="had to be raised"):
+        check_proof([raised], ["a"], predicted_bytes=100, written_bytes=100)
+    with pytest.raises(QuantError, match="were predicted"):
+        check_proof([linear], ["a"], predicted_bytes=100, written_bytes=150)
+    with pytest.raises(QuantError, match="one twice"):
+        check_proof([linear, linear], ["a"], predicted_bytes=100, written_bytes=100)
+
+
+def test_who_loads_it_is_known_before(source: Path) -> None:
+    spec = open_model(resolve_model(source)).spec
+
+    def loads(target: str, format: str, act_order: str = "static") -> dict[str, bool]:
+        answers = loaders(make_plan(spec, parse_target(target)), format, act_order)
+        return {name: a["loads"] for name, a in answers.items() if isinstance(a, dict)}
+
+    plain = loads("w4-g32", "gptq")
+    assert plain == {
+        "trivet": True,
+        "vllm-gpu": True,
+        "vllm-cpu": True,
+        "transformers": True,
+        "llama.cpp": False,
+    }
+    assert not loads("w4-g32-zp", "gptq")["vllm-gpu"]
+    assert not loads("w3-g32", "gptq")["vllm-gpu"]
+    assert not loads("w4-g32", "gptq", "desc_act")["vllm-gpu"]
+    assert not loads("w8-g32", "gptq")["vllm-cpu"]
+    assert loads("w4-g32-zp", "awq")["vllm-cpu"]
+    assert not loads("w3-g32", "compressed-tensors")["vllm-cpu"]
+    assert loaders(make_plan(spec, parse_target("w4-g32")), "gptq", "static")[
+        "max_tensor_parallel"
+    ] == 2  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method": "magic"}, "method"),
+        ({"format": "exl2"}, "format"),
+        ({"gate": "sometimes"}, "gate"),
+        ({"method": "fp8", "format": "gptq"}, "format"),
+        ({"format": "awq", "bits": 3}, "format"),
+        ({"format": "awq", "act_order": "desc_act"}, "act_order"),
+        ({"samples": 0}, "samples"),
+    ],
+)
+def test_settings_that_do_not_fit_are_named(
+    source: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        quantize(source, tmp_path / "out", **{**QUICK, **changes})
+    assert not (tmp_path / "out").exists()
