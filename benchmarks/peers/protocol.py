@@ -63,7 +63,6 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=self._log,
             env={**os.environ, **env},
-            start_new_session=True,
         )
 
     @property
