@@ -14,19 +14,32 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trivet.errors import EngineError
-from trivet.evaluate.builtin_tasks import builtin_tasks
-from trivet.evaluate.checks import choice, divergence, perplexity
+from trivet.errors import ConfigError, EngineError
+from trivet.evaluate.builtin_tasks import builtin_tasks, held_out_prompts
+from trivet.evaluate.checks import (
+    answers,
+    choice,
+    divergence,
+    identity,
+    long_context,
+    passkey,
+    perplexity,
+    repetition,
+    side_by_side,
+    weights,
+)
 from trivet.evaluate.checks.judge import Answer, judge_answers
 from trivet.evaluate.corpora import Corpus
 from trivet.evaluate.gate import GateResult, judge_checks
 from trivet.evaluate.quality import EncodedCorpus, Quality, QualityReport, encode_corpora
 from trivet.evaluate.results import CheckResult, Finding, Kind
-from trivet.evaluate.scoring import TokenFigures, score_tokens
-from trivet.evaluate.subject import LocalSubject, Subject
+from trivet.evaluate.sandbox import SandboxError
+from trivet.evaluate.scoring import TokenFigures, make_windows, score_tokens
+from trivet.evaluate.subject import LocalSubject, Prompt, Subject
 from trivet.evaluate.task import Task, load_tasks
 
 FORMAT_VERSION = 1
+_CHARS_PER_TOKEN = 8  # text tokenized for each token wanted of the long text
 _SIGNIFICANCE = 0.05  # of all tasks together
 _BUDGETS_S = {"fast": 110.0, "full": 840.0}  # of the demo model on two cores; scales are from these
 
@@ -63,7 +76,7 @@ class Sizes:
 
 
 SIZES = {
-    "fast": Sizes(1536, 40, 40, 1536, 6, 384, 20, 24, 8, 64),
+    "fast": Sizes(1280, 32, 32, 1024, 8, 256, 20, 20, 8, 48),
     "full": Sizes(8192, 120, 200, 4096, 24, 1536, 20, 64, 20, 192),
 }
 
@@ -155,7 +168,7 @@ class Gate:
                 continue
             try:
                 found = run()
-            except EngineError as error:
+            except (EngineError, SandboxError, ConfigError) as error:
                 reason = f"{name}: could not run: {error}"
                 found = [CheckResult(name, name, kind, Finding.NOT_RUN, reason)]
             took = (time.monotonic() - begin) / max(1, len(found))
@@ -172,7 +185,13 @@ def pick_tasks(options: GateOptions, sizes: Sizes) -> list[Task]:
 
 def answer_task(subject: Subject, task: Task) -> list[Answer]:
     """A subject's answers to all items of a task."""
-    return choice.answer(subject, task, lambda _count: None)
+    if task.form in choice.FORMS:
+        return choice.answer(subject, task, _no_progress)
+    return answers.answer(subject, task, _no_progress)
+
+
+def _no_progress(_count: int) -> None:
+    pass
 
 
 def run_gate(
@@ -200,11 +219,54 @@ def run_gate(
         figures.update(_read(candidate, baseline, encoded, context))
         return perplexity.check(figures, options.seed) + divergence.check(figures, options.seed)
 
+    long_ids = baseline.encode(Prompt(corpora[0].text[: sizes.long_tokens * _CHARS_PER_TOKEN]))
+    gate.add("identity", Kind.MODEL, lambda: [identity.check(candidate, baseline)])
+    gate.add(
+        "weights",
+        Kind.MODEL,
+        lambda: [weights.check(candidate.model, baseline.model, long_ids)],
+    )
     gate.add("perplexity", Kind.MODEL, read_corpora)
-    tasks = [task for task in pick_tasks(options, sizes) if task.form in choice.FORMS]
-    add_tasks(gate, candidate, baseline, tasks)
+    tasks = pick_tasks(options, sizes)
+    room = min(candidate.max_tokens, baseline.max_tokens)
+    passkeys = passkey.make_task(
+        baseline, sizes.passkeys, min(sizes.passkey_tokens, room - 32), options.seed
+    )
+    add_tasks(gate, candidate, baseline, [*tasks, passkeys])
+
+    def read_long() -> list[CheckResult]:
+        length = min(sizes.long_tokens, room)
+        windows = make_windows(long_ids[: length + 1], context=length, stride=length)[:1]
+        figure = score_tokens(baseline.scorer(length), candidate.scorer(length), windows)
+        return [long_context.check(figure, options.seed)]
+
+    gate.add("perplexity by position", Kind.LONG_CONTEXT, read_long)
+    add_texts(gate, candidate, baseline)
     gate.run()
-    return finish(gate, tasks, quality_of(figures) if figures else None)
+    return finish(gate, [*tasks, passkeys], quality_of(figures) if figures else None)
+
+
+def add_texts(gate: Gate, candidate: Subject, baseline: Subject) -> None:
+    """Plan the checks that generate texts: repetition, and prompts side by side."""
+    sizes, seed = gate.sizes, gate.options.seed
+
+    def repeat() -> list[CheckResult]:
+        prompts = held_out_prompts(seed + 1, sizes.repetition_prompts)
+        return [
+            repetition.check(
+                candidate, baseline, prompts, sizes.repetition_tokens, seed, _no_progress
+            )
+        ]
+
+    def compare() -> list[CheckResult]:
+        prompts = held_out_prompts(seed, sizes.side_by_side)
+        check, gate.texts = side_by_side.compare(
+            candidate, baseline, prompts, sizes.side_tokens, _no_progress
+        )
+        return [check]
+
+    gate.add("repetition", Kind.MODEL, repeat)
+    gate.add("side by side", Kind.MODEL, compare)
 
 
 def add_tasks(gate: Gate, candidate: Subject, baseline: Subject, tasks: Sequence[Task]) -> None:

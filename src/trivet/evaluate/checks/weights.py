@@ -1,0 +1,385 @@
+"""Every group of weights against the baseline's: damage too small for any text to show.
+
+One scale or zero point of one group moves no perplexity, and is a broken file all the same. Both models
+are read tensor by tensor; for each group of a row the error is taken in units of the group's own scale,
+which makes groups alike, and then:
+
+- a value that is no number rejects;
+- a group rejects whose error (root mean square, or mean) stands far out of its own tensor's groups;
+- a tensor rejects whose error on the baseline's activations is MAX_RTN_RATIO times that of rounding the
+  baseline to the same format, which is the least a method should reach;
+- a tensor in another format than was asked for rejects.
+
+Methods that move scale between neighbours (AWQ, SmoothQuant) are seen through: a norm counts together
+with the columns it feeds, and gains of whole rows or columns are divided out where a fifth of them or
+more are not 1. Tensors that still do not resemble the baseline's (other models, rotations) cannot be
+compared, and the check is then named as not applicable.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trivet.checkpoint.packed import PackedFile
+from trivet.config import PAGE_TOKENS, WeightFormat
+from trivet.errors import QuantError
+from trivet.evaluate.results import CheckResult, Finding, Kind
+from trivet.loader import LoadedModel
+from trivet.native.api import Arena, StepInput
+from trivet.native.packing import unpack
+from trivet.native.weights import WeightTensor, dequantize
+from trivet.quant.rtn import convert
+
+Float32 = NDArray[np.float32]
+
+MAX_RTN_RATIO = 1.3  # of output error; other tools' plain rounding has up to 1.21 of ours
+_OUTLIER = 2.2  # times the median error of a tensor's groups
+_MEAN_LIMIT, _MEAN_SPREADS = 0.4, 7.5  # of the mean error in scales, and robust deviations
+_FLOOR = 0.35  # errors below are rounding, in scales: a code that is off by one is off by 1
+_FLOAT_FLOOR = 0.06  # the same in root mean squares of the group, where there are no scales
+_GAINS_FROM = 0.2  # relative error of a tensor from which gains are looked for
+_UNLIKE = 0.6  # relative error from which a tensor is another one
+_SAMPLE_ROWS = 48  # of each tensor, for the error on activations
+_TEXT_TOKENS = 192  # of the text whose activations are used
+_CHUNK_VALUES = 1 << 22
+_GRAM = "gram"  # the sink that sums x xT
+_FEEDS = {"qkv": "attn_norm", "gate_up": "mlp_norm"}
+_TAPS = {"qkv": "attn_in", "o": "o_in", "gate_up": "ffn_in", "down": "down_in"}
+
+
+@dataclasses.dataclass
+class _Audit:
+    """What was found so far."""
+
+    faults: list[str] = dataclasses.field(default_factory=list)
+    unlike: list[str] = dataclasses.field(default_factory=list)
+    worst: dict[str, float] = dataclasses.field(default_factory=dict)
+    ratios: dict[str, float] = dataclasses.field(default_factory=dict)
+    groups: int = 0
+
+
+def check(
+    candidate: LoadedModel,
+    baseline: LoadedModel,
+    text_ids: list[int],
+    advance: Callable[[int], None] | None = None,
+) -> CheckResult:
+    """Compare all weights. text_ids: a short text for the activations of the baseline."""
+    own, base = candidate.packed.file, baseline.packed.file
+    found = _Audit()
+    shapes = {name: (t.n, t.k) for name, t in base.tensors.items()}
+    if {name: (t.n, t.k) for name, t in own.tensors.items()} != shapes:
+        if own.tensors.keys() ^ base.tensors.keys() == {"embed"}:
+            found.faults.append("embedding and head are tied in one model and not in the other")
+            return _result(found, candidate)
+        return CheckResult(
+            "weights", "weights", Kind.MODEL, Finding.NOT_APPLICABLE,
+            "weights: another architecture than the baseline's",
+        )  # fmt: skip
+    asked = None if candidate.config.weights == "auto" else candidate.config.weights
+    grams = _grams(baseline, text_ids)
+    for name, tensor in base.tensors.items():
+        if tensor.kind == "f32":
+            _compare_floats(found, name, own, base)
+            continue
+        if (
+            asked is not None
+            and name.startswith("layers.")
+            and own.tensors[name].format != (WeightFormat.parse(asked).name)
+        ):
+            found.faults.append(f"{name} is {own.tensors[name].format}, not {asked}")
+        _compare_weight(found, name, own, base, grams.get(name))
+        if advance is not None:
+            advance(1)
+    return _result(found, candidate)
+
+
+def _result(found: _Audit, candidate: LoadedModel) -> CheckResult:
+    worst = dict(sorted(found.worst.items(), key=lambda pair: -pair[1])[:5])
+    ratios = dict(sorted(found.ratios.items(), key=lambda pair: -pair[1])[:5])
+    metrics: dict[str, Any] = {
+        "groups": found.groups,
+        "faults": found.faults[:20],
+        "num_faults": len(found.faults),
+        "worst_group_in_medians": worst,
+        "worst_output_error_over_rounding": ratios,
+        "max_output_error_over_rounding": MAX_RTN_RATIO,
+        "weights": candidate.weights_form,
+        "unlike": found.unlike[:5],
+    }
+
+    def result(finding: Finding, reason: str) -> CheckResult:
+        return CheckResult("weights", "weights", Kind.MODEL, finding, reason, metrics)
+
+    if found.faults:
+        more = f" and {len(found.faults) - 1} more" if len(found.faults) > 1 else ""
+        return result(Finding.REJECT, f"weights: {found.faults[0]}{more}")
+    if found.unlike:
+        return result(
+            Finding.NOT_APPLICABLE,
+            f"weights: {len(found.unlike)} tensors are not the baseline's ({found.unlike[0]})",
+        )
+    return result(Finding.PASS, f"weights: {found.groups} groups are as their tensors' others")
+
+
+def _compare_floats(found: _Audit, name: str, own: PackedFile, base: PackedFile) -> None:
+    values, wanted = own.floats(name), base.floats(name)
+    if not np.isfinite(values).all():
+        found.faults.append(f"{name} holds values that are no numbers")
+    elif (name.startswith("rope.") or name == "final_norm") and not np.allclose(
+        values, wanted, rtol=1e-2, atol=1e-5
+    ):
+        found.faults.append(f"{name} is not the baseline's")
+
+
+def _compare_weight(
+    found: _Audit, name: str, own: PackedFile, base: PackedFile, gram: Float32 | None
+) -> None:
+    weight, wanted = unpack(own.weight(name)), unpack(base.weight(name))
+    for part in ("scales", "minima"):
+        values = getattr(weight, part)
+        if values is not None and not np.isfinite(values).all():
+            found.faults.append(f"{name}: {part} hold values that are no numbers")
+            return
+    bias, wanted_bias = own.bias(name), base.bias(name)
+    if (bias is None) != (wanted_bias is None) or (
+        bias is not None and wanted_bias is not None
+        and not np.allclose(bias, wanted_bias, rtol=1e-2, atol=1e-4)
+    ):  # fmt: skip
+        found.faults.append(f"{name}: the bias is not the baseline's")
+    factor = _norm_factor(name, own, base)
+    gains = np.ones(weight.shape[0], np.float32), np.ones(weight.shape[1], np.float32)
+    relative, rms, mean = _errors(weight, wanted, factor, gains)
+    if relative > _GAINS_FROM:
+        gains = _gains(weight, wanted, factor)
+        relative, rms, mean = _errors(weight, wanted, factor, gains)
+    if not math.isfinite(relative):
+        found.faults.append(f"{name} holds values that are no numbers")
+        return
+    if relative > _UNLIKE:
+        found.unlike.append(name)
+    found.groups += rms.size
+    _find_outliers(found, name, rms, mean, _FLOAT_FLOOR if weight.scales is None else _FLOOR)
+    if gram is not None and relative > 1e-3 and relative <= _UNLIKE:
+        _compare_rounding(found, name, weight, wanted, factor, gains, gram)
+
+
+def _errors(
+    weight: WeightTensor, wanted: WeightTensor, factor: Float32, gains: tuple[Float32, Float32]
+) -> tuple[float, Float32, Float32]:
+    """Relative error of a tensor; root mean square and mean of each group's in scales, [N, G]."""
+    rows, columns = gains
+    square = norm = 0.0
+    parts: list[tuple[Float32, Float32]] = []
+    is_plain = bool((rows == 1).all() and (columns == 1).all())
+    for start, end in _runs(weight):
+        error, kept = _values(weight, start, end), _values(wanted, start, end)
+        with np.errstate(invalid="ignore", over="ignore"):
+            error *= factor[None, :]
+            if not is_plain:
+                error /= rows[start:end, None] * columns[None, :]
+            error -= kept
+            square += float(np.einsum("ij,ij->", error, error, dtype=np.float64))
+            norm += float(np.einsum("ij,ij->", kept, kept, dtype=np.float64))
+            parts.append(_group_errors(weight, start, end, error, kept, rows, columns))
+    rms = np.concatenate([part[0] for part in parts])
+    mean = np.concatenate([part[1] for part in parts])
+    return math.sqrt(square / norm) if norm else math.sqrt(square), rms, mean
+
+
+def _find_outliers(found: _Audit, name: str, rms: Float32, mean: Float32, floor: float) -> None:
+    """Groups that stand out of their tensor. rms, mean: errors in scales, [N, G]."""
+    median = float(np.median(rms))
+    limit = max(_OUTLIER * median, floor)
+    spread = 1.4826 * float(np.median(np.abs(mean - np.median(mean))))
+    mean_limit = max(_MEAN_LIMIT, _MEAN_SPREADS * spread)
+    bad = (rms > limit) | ((np.abs(mean) > mean_limit) & (rms > floor))
+    found.worst[name] = float(rms.max() / max(median, floor / _OUTLIER))
+    if bad.any():
+        row, group = (int(at) for at in np.argwhere(bad)[0])
+        found.faults.append(
+            f"{name}: row {row}, group {group} is off by {rms[row, group]:.2f} of its scale"
+            f" ({int(bad.sum())} of {bad.size} groups, median {median:.2f})"
+        )
+
+
+def _compare_rounding(
+    found: _Audit,
+    name: str,
+    weight: WeightTensor,
+    wanted: WeightTensor,
+    factor: Float32,
+    gains: tuple[Float32, Float32],
+    gram: Float32,
+) -> None:
+    """Error on activations over that of rounding the baseline's rows to the same format."""
+    n = weight.shape[0]
+    picked = np.unique(np.linspace(0, n - 1, min(n, _SAMPLE_ROWS)).astype(int))
+    kept = np.concatenate([_values(wanted, row, row + 1) for row in picked])
+    own = np.concatenate([_values(weight, row, row + 1) for row in picked]) * factor[None, :]
+    error = own / (gains[0][picked][:, None] * gains[1][None, :]) - kept
+    try:
+        rounded = dequantize(convert(kept, weight.format).weight) - kept
+    except QuantError:
+        return
+    own_error = float(np.einsum("ij,ij->", error @ gram, error, dtype=np.float64))
+    least = float(np.einsum("ij,ij->", rounded @ gram, rounded, dtype=np.float64))
+    total = float(np.einsum("ij,ij->", kept @ gram, kept, dtype=np.float64))
+    if total <= 0 or own_error / total < 1e-5:
+        return
+    ratio = math.sqrt(own_error / least) if least > 0 else math.inf
+    found.ratios[name] = ratio
+    if ratio > MAX_RTN_RATIO:
+        found.faults.append(
+            f"{name}: output error is {ratio:.2f} times that of plain rounding to"
+            f" {weight.format.name} (up to {MAX_RTN_RATIO})"
+        )
+
+
+def _norm_factor(name: str, own: PackedFile, base: PackedFile) -> Float32:
+    """What the norm before a weight multiplies its columns by, relative to the baseline's norm."""
+    columns = base.tensors[name].k
+    layer, _, role = name.rpartition(".")
+    if role not in _FEEDS:
+        return np.ones(columns, np.float32)
+    values = own.floats(f"{layer}.{_FEEDS[role]}")[0]
+    wanted = base.floats(f"{layer}.{_FEEDS[role]}")[0]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        factor = np.where(wanted == 0, np.where(values == 0, 1.0, np.inf), values / wanted)
+    return factor.astype(np.float32)
+
+
+def _gains(weight: WeightTensor, wanted: WeightTensor, factor: Float32) -> tuple[Float32, Float32]:
+    """Gains of rows [N] and columns [K], 1 unless a fifth of them are not."""
+    n, k = weight.shape
+    cross, square = np.zeros(k), np.zeros(k)
+    rows = np.ones(n, np.float32)
+    for start, end in _runs(weight):
+        values, kept = _values(weight, start, end) * factor[None, :], _values(wanted, start, end)
+        with np.errstate(invalid="ignore", over="ignore"):
+            product, own = values * kept, kept * kept
+            cross += product.sum(axis=0, dtype=np.float64)
+            square += own.sum(axis=0, dtype=np.float64)
+            rows[start:end] = product.sum(axis=1) / np.maximum(own.sum(axis=1), 1e-30)
+    columns = (cross / np.maximum(square, 1e-30)).astype(np.float32)
+    return _kept_gains(rows), _kept_gains(columns)
+
+
+def _kept_gains(gains: Float32) -> Float32:
+    ones = np.ones_like(gains)
+    if not np.isfinite(gains).all() or (np.abs(gains) < 1e-3).any():
+        return ones
+    return gains if float((np.abs(gains - 1) > 0.05).mean()) > 0.2 else ones
+
+
+def _group_errors(
+    weight: WeightTensor,
+    start: int,
+    end: int,
+    error: Float32,
+    kept: Float32,
+    rows: Float32,
+    columns: Float32,
+) -> tuple[Float32, Float32]:
+    """Root mean square and mean of the error of each group, in scales, [rows, G]."""
+    n, k = error.shape
+    group = weight.format.group_size or 32
+    num_groups = -(-k // group)
+
+    def grouped(values: Float32) -> Float32:
+        if k % group == 0:
+            return values.reshape(n, num_groups, group)
+        padded = np.zeros((n, num_groups * group), np.float32)
+        padded[:, :k] = values
+        return padded.reshape(n, num_groups, group)
+
+    lengths = np.full(num_groups, group, np.float32)
+    lengths[-1] = k - (num_groups - 1) * group
+    parts = grouped(error)
+    rms = np.sqrt(np.einsum("ijk,ijk->ij", parts, parts) / lengths)
+    mean = parts.sum(axis=2) / lengths
+    blocks = grouped(kept)
+    size = np.sqrt(np.einsum("ijk,ijk->ij", blocks, blocks) / lengths)
+    if weight.scales is None:
+        unit = size
+    else:
+        scales = np.abs(weight.scales[start:end].astype(np.float32))
+        if weight.format.group_size is None:
+            scales = np.repeat(scales, num_groups, axis=1)
+        if not (columns == 1).all():
+            spread = grouped(np.broadcast_to(columns, (n, k)).astype(np.float32))
+            scales = scales / np.maximum(np.abs(spread).mean(axis=2), 1e-30)
+        unit = scales / np.maximum(rows[start:end, None], 1e-30)
+    floor = 0.01 * float(np.sqrt(np.mean(kept * kept))) + 1e-30
+    unit = np.maximum(unit, floor)
+    return (rms / unit).astype(np.float32), (mean / unit).astype(np.float32)
+
+
+def _runs(weight: WeightTensor) -> Iterator[tuple[int, int]]:
+    n, k = weight.shape
+    step = max(1, _CHUNK_VALUES // k)
+    for start in range(0, n, step):
+        yield start, min(n, start + step)
+
+
+def _values(weight: WeightTensor, start: int, end: int) -> Float32:
+    """Rows [start, end) as float32; whole groups without float64 where that is exact enough."""
+
+    def cut(part: NDArray[Any] | None) -> Any:
+        return None if part is None else part[start:end]
+
+    part = dataclasses.replace(
+        weight,
+        codes=cut(weight.codes),
+        scales=cut(weight.scales),
+        minima=cut(weight.minima),
+        zeros=cut(weight.zeros),
+    )
+    group, k = part.format.group_size, part.shape[1]
+    if part.scales is None or group is None or k % group:
+        return dequantize(part)
+    values = part.codes.astype(np.float32).reshape(end - start, -1, group)
+    if part.zeros is not None:
+        values -= part.zeros.astype(np.float32)[:, :, None]
+    elif part.format.bits == 4 and part.minima is None:
+        values -= np.float32(8)
+    values *= part.scales.astype(np.float32)[:, :, None]
+    if part.minima is not None:
+        values += part.minima.astype(np.float32)[:, :, None]
+    return values.reshape(end - start, k)
+
+
+def _grams(baseline: LoadedModel, text_ids: list[int]) -> dict[str, Float32]:
+    """Mean x xT of the inputs of every layer's weights on a text, by the weight's name."""
+    ids = text_ids[: min(_TEXT_TOKENS, baseline.runner.max_positions)]
+    new_taps = getattr(baseline.runner, "new_taps", None)
+    if new_taps is None or not ids:
+        return {}
+    taps = new_taps()
+    points: dict[str, str] = {}
+    for layer in range(baseline.runner.num_layers):
+        for role, place in _TAPS.items():
+            point = f"layer.{layer}.{place}"
+            points[f"layers.{layer}.{role}"] = point
+            taps.add(point, _GRAM)
+    arena: Arena = baseline.new_arena(-(-len(ids) // PAGE_TOKENS))
+    baseline.runner.forward(
+        StepInput(
+            tokens=np.asarray(ids, np.int32),
+            segments=np.array([[0, len(ids), 0, 0]], np.int32),
+            page_tables=np.arange(arena.num_pages, dtype=np.int32)[None, :],
+            logit_rows=np.zeros(0, np.int32),
+        ),
+        arena,
+        taps,
+    )
+    return {
+        name: (taps.array(point, _GRAM) / len(ids)).astype(np.float32)
+        for name, point in points.items()
+    }
