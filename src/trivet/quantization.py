@@ -6,6 +6,7 @@ gets its name only when the gate passes or is off; otherwise it is DIR.rejected 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import os
@@ -16,16 +17,37 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trivet.checkpoint import ModelSource, resolve_model
+from trivet.checkpoint import ModelSource, Tokenizer, resolve_model
 from trivet.config import ModelConfig
 from trivet.errors import CheckpointError, ConfigError
 from trivet.json_values import plain
 from trivet.models import ModelSpec, open_model
+from trivet.models.gguf_export import plan_gguf
 from trivet.models.load import Model
+from trivet.quant.blas import Workers, single_threaded
+from trivet.quant.calibrate import build_calibration
+from trivet.quant.gguf import (
+    FILE_NAME,
+    PREFIX,
+    convert,
+    gguf_loaders,
+    gguf_type,
+    parse_keep,
+    quantize_gguf,
+)
 from trivet.quant.grid import Grid
 from trivet.quant.methods.gptq import GptqConfig
 from trivet.quant.pipeline import CALIBRATED, Outcome, Recipe, quantize_model, require_unquantized
-from trivet.quant.plan import FP8_BLOCKS, METHODS, Fp8, Plan, Target, loaders, make_plan
+from trivet.quant.plan import (
+    FP8_BLOCKS,
+    METHODS,
+    Fp8,
+    Plan,
+    Target,
+    loaders,
+    make_plan,
+    parse_target,
+)
 from trivet.sizing import available_threads
 
 FORMATS = ("native", "gptq", "gptq_v2", "awq", "compressed-tensors", "fp8")
@@ -138,6 +160,7 @@ def quantize(
     requantize: bool = False,
     dry_run: bool = False,
     auto: bool = False,
+    mixed: str | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
     evaluate: dict[str, Any] | None = None,
@@ -152,6 +175,7 @@ def quantize(
     max_bytes   no tensor bytes above this; with auto, the budget it works under
     keep        ``REGEX=FORMAT`` for linears that get another format
     gate        ``fast``, ``full`` or ``off``
+    mixed       format of the units that hurt most (``w8-g64``), as far as ``max_bytes`` goes
     auto        8 bits first, then methods at 4 bits until the gate passes
     announce    called with what is predicted, before anything runs
     evaluate    further arguments of the evaluation behind the gate (corpora, max_tokens, ...)
@@ -169,13 +193,15 @@ def quantize(
         raise CheckpointError(taken[0], "exists; a model is never overwritten")
     source = resolve_model(model)
     opened = open_model(source)
-    if not requantize:
+    if not requantize and method != "none":
         require_unquantized(opened)
     settings = _Settings(
         source, opened, target, os.fspath(model), traffic, samples, window, general_share, seed,
         threads or available_threads(), gate, progress or _silent, evaluate or {}, announce,
         requantize,
     )  # fmt: skip
+    if format.startswith(PREFIX) or method in ("none", "kquant"):
+        return _to_gguf(settings, method, format, tuple(keep), max_bytes, dry_run)
     config = GptqConfig(damp=damp, act_order=act_order)
     if auto:
         return _automatic(
@@ -184,8 +210,86 @@ def quantize(
     default = _default_target(method, bits, group_size, sym, fp8)
     recipe = _recipe(method, format, config, requantize)
     plan = make_plan(opened.spec, default, keep)
+    if mixed is not None:
+        plan = _mixed(settings, plan, default, mixed, max_bytes)
     _require_budget(plan, max_bytes)
     return _attempt(settings, plan, recipe, target, dry_run, sym)
+
+
+def _to_gguf(
+    settings: _Settings,
+    method: str,
+    format: str,
+    keep: tuple[str, ...],
+    max_bytes: int | None,
+    dry_run: bool,
+) -> Quantized:
+    """The methods whose result is a GGUF file, and conversion without quantizing."""
+    started = time.monotonic()
+    if method not in ("none", "rtn", "kquant"):
+        raise ConfigError("method", method, "rtn or kquant for GGUF")
+    if method == "kquant" and format == "native":
+        format = f"{PREFIX}Q4_K_M"
+    to_folder = method == "none" and not format.startswith(PREFIX)
+    if to_folder and settings.model.checkpoint.kind != "gguf":
+        raise ConfigError("format", format, "gguf:own or gguf:TYPE: the model is a folder already")
+    spec = settings.model.spec
+    float_bytes = make_plan(spec, None).bytes
+    if to_folder:
+        prediction = Prediction(2 * float_bytes, float_bytes, 1 << 30, {}, {})
+    else:
+        planned = plan_gguf(settings.model, gguf_type(format), None, parse_keep(keep))
+        kinds = collections.Counter(tensor.kind for tensor in planned.tensors)
+        prediction = Prediction(
+            planned.num_bytes, float_bytes, 1 << 30, gguf_loaders(planned), dict(kinds)
+        )
+        if max_bytes is not None and planned.num_bytes > max_bytes:
+            allowed = f"at least the {planned.num_bytes} bytes that are predicted"
+            raise ConfigError("max_bytes", max_bytes, allowed)
+    if settings.announce is not None:
+        settings.announce(prediction)
+    if dry_run:
+        spent = time.monotonic() - started
+        return Quantized(None, prediction, None, spent, _peak_rss(), None, method, format)
+    candidate = _named(settings.target, "candidate")
+    shutil.rmtree(candidate, ignore_errors=True)
+    if method == "none":
+        outcome = convert(settings.source, settings.model, candidate, format, settings.progress)
+    else:
+        outcome = quantize_gguf(
+            settings.source,
+            candidate,
+            gguf_type(format),
+            method=method,
+            keep=keep,
+            traffic=None if settings.traffic is None else Path(settings.traffic),
+            samples=settings.samples,
+            window=settings.window,
+            general_share=settings.general_share,
+            seed=settings.seed,
+            threads=settings.threads,
+            requantized=settings.requantize,
+            progress=settings.progress,
+        )
+    judged = None
+    if method != "none":
+        judged = _judge(settings, candidate / FILE_NAME)
+    final = _settle(settings.target, candidate, judged)
+    shown = final / FILE_NAME if (final / FILE_NAME).exists() else final
+    spent = time.monotonic() - started
+    return Quantized(shown, prediction, outcome, spent, _peak_rss(), judged, method, format)
+
+
+def _settle(target: Path, candidate: Path, judged: dict[str, Any] | None) -> Path:
+    """Give a candidate the name that its verdict earns, gate.json inside; returns it."""
+    verdict = None if judged is None else judged["verdict"]
+    ending = {"reject": "rejected", "undecided": "undecided"}.get(str(verdict))
+    final = target if ending is None else _named(target, ending)
+    if judged is not None:
+        text = json.dumps(plain(judged), indent=1, allow_nan=False)
+        (candidate / "gate.json").write_text(text + "\n", "utf-8")
+    candidate.rename(final)
+    return final
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,6 +354,31 @@ def _recipe(method: str, format: str, config: GptqConfig, requantize: bool) -> R
     return Recipe(method=method, format=written, gptq=config, requantized=requantize)
 
 
+def _mixed(settings: _Settings, plan: Plan, low: Target, mixed: str, max_bytes: int | None) -> Plan:
+    """The plan with the most sensitive units in the format ``mixed``."""
+    from trivet.quant.methods.mixed import measure_units, mixed_plan
+
+    high = parse_target(mixed, "mixed")
+    if not isinstance(high, Grid) or not isinstance(low, Grid) or high.bits <= low.bits:
+        raise ConfigError("mixed", mixed, "an integer format of more bits than --bits")
+    if max_bytes is None:
+        raise ConfigError("mixed", mixed, "together with --max-bytes")
+    _require_budget(plan, max_bytes)
+    tokenizer = Tokenizer(settings.model.tokenizer_data(), settings.source.path)
+    texts = build_calibration(
+        tokenizer,
+        settings.traffic,
+        samples=4,
+        window=min(settings.window, 128),
+        general_share=settings.general_share,
+        seed=settings.seed,
+    )
+    settings.progress("measuring sensitivity", 0, 1)
+    with single_threaded(), Workers(settings.threads) as workers:
+        units = measure_units(settings.model, texts.train, low, high, workers)
+    return mixed_plan(plan, units, high, max_bytes)
+
+
 def _require_budget(plan: Plan, max_bytes: int | None) -> None:
     if max_bytes is not None and plan.bytes > max_bytes:
         raise ConfigError(
@@ -298,13 +427,7 @@ def _attempt(
         progress=settings.progress,
     )
     judged = _judge(settings, candidate)
-    verdict = None if judged is None else judged["verdict"]
-    ending = {"reject": "rejected", "undecided": "undecided"}.get(str(verdict))
-    final = target if ending is None else _named(target, ending)
-    if judged is not None and not (candidate / "gate.json").exists():
-        text = json.dumps(plain(judged), indent=1, allow_nan=False)
-        (candidate / "gate.json").write_text(text + "\n", "utf-8")
-    candidate.rename(final)
+    final = _settle(target, candidate, judged)
     shutil.rmtree(_named(candidate, "partial"), ignore_errors=True)
     return Quantized(
         final, prediction, outcome, time.monotonic() - started, _peak_rss(), judged,

@@ -272,3 +272,98 @@ def test_settings_that_do_not_fit_are_named(
     with pytest.raises(ConfigError, match=message):
         quantize(source, tmp_path / "out", **{**QUICK, **changes})
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("method", ["rtn", "kquant"])
+def test_gguf_files_are_made_with_their_proof(source: Path, tmp_path: Path, method: str) -> None:
+    done = quantize(source, tmp_path / "out", method=method, format="gguf:Q4_0", **QUICK)
+    assert done.path == tmp_path / "out" / "model.gguf"
+    assert done.outcome is not None
+    assert done.outcome.bytes == done.path.stat().st_size == done.outcome.predicted_bytes
+    assert logit_error(source, done.path) < 0.5
+    tokens = {linear["tokens"] for linear in proof_of(tmp_path / "out")["linears"]}
+    assert (max(tokens) > 500) == (method == "kquant")
+
+
+def test_a_model_goes_to_gguf_and_back_without_a_change(source: Path, tmp_path: Path) -> None:
+    to = quantize(source, tmp_path / "there", method="none", format="gguf:own", **QUICK)
+    assert to.path is not None
+    back = quantize(to.path, tmp_path / "back", method="none", **QUICK)
+    assert back.path == tmp_path / "back"
+    assert logit_error(source, back.path) == 0
+    with pytest.raises(ConfigError, match="a folder already"):
+        quantize(source, tmp_path / "again", method="none", **QUICK)
+
+
+def test_a_method_that_gguf_has_not_is_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="rtn or kquant"):
+        quantize(source, tmp_path / "out", method="gptq", format="gguf:Q4_0", **QUICK)
+
+
+def fake_gate(verdict: str) -> Any:
+    def judge(settings: Any, candidate: Path) -> dict[str, Any]:
+        assert candidate.exists()
+        return {"verdict": verdict, "reasons": ["because"], "next_step": "try another"}
+
+    return judge
+
+
+@pytest.mark.parametrize(
+    ("verdict", "name"),
+    [("pass", "out"), ("reject", "out.rejected"), ("undecided", "out.undecided")],
+)
+def test_the_folder_has_its_name_only_on_pass(
+    source: Path, tmp_path: Path, verdict: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trivet.quantization._judge", fake_gate(verdict))
+    done = quantize(source, tmp_path / "out", method="rtn", **{**QUICK, "gate": "fast"})
+    assert done.path == tmp_path / name
+    assert done.verdict == verdict
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+    assert json.loads((tmp_path / name / "gate.json").read_text())["verdict"] == verdict
+
+
+def test_auto_proves_8_bits_and_stops_at_the_first_pass_at_4(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def judge(settings: Any, candidate: Path) -> dict[str, Any]:
+        proof = proof_of(candidate)
+        [target] = proof["targets"]
+        seen.append(f"{proof['method']} {target}")
+        passes = target == "w8-g64" or proof["method"] == "awq+gptq"
+        return {"verdict": "pass" if passes else "reject", "reasons": []}
+
+    monkeypatch.setattr("trivet.quantization._judge", judge)
+    settings = {**QUICK, "gate": "fast"}
+    done = quantize(source, tmp_path / "out", auto=True, **settings)
+    assert seen == ["rtn w8-g64", "gptq w4-g64", "gptq w4-g32", "awq+gptq w4-g64"]
+    assert done.path == tmp_path / "out"
+    assert done.verdict == "pass"
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert [attempt["verdict"] for attempt in done.attempts] == ["pass", "reject", "reject", "pass"]
+
+
+def test_auto_keeps_8_bits_when_nothing_smaller_passes(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def judge(settings: Any, candidate: Path) -> dict[str, Any]:
+        passes = proof_of(candidate)["method"] == "rtn"
+        return {"verdict": "pass" if passes else "reject", "reasons": []}
+
+    monkeypatch.setattr("trivet.quantization._judge", judge)
+    done = quantize(source, tmp_path / "out", auto=True, **{**QUICK, "gate": "fast"})
+    assert done.path == tmp_path / "out"
+    assert done.form == "w8-g64"
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_auto_goes_no_further_when_8_bits_fail(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trivet.quantization._judge", fake_gate("reject"))
+    done = quantize(source, tmp_path / "out", auto=True, **{**QUICK, "gate": "fast"})
+    assert done.verdict == "reject"
+    assert [p.name for p in tmp_path.iterdir()] == ["out.rejected"]
+    assert len(done.attempts) == 1

@@ -88,6 +88,13 @@ def quantize(
         bool,
         typer.Option("--auto", help="8 bits first, then down to 4 bits until the gate passes."),
     ] = False,
+    mixed: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT",
+            help="With --max-bytes: linears that hurt most get this format (w8-g64) while bytes last.",
+        ),
+    ] = None,
     requantize: Annotated[
         bool, typer.Option("--requantize", help="Accept a model that is quantized already.")
     ] = False,
@@ -131,6 +138,7 @@ def quantize(
             requantize=requantize,
             dry_run=dry_run,
             auto=auto,
+            mixed=mixed,
             threads=threads,
             progress=progress,
             announce=lambda prediction: _announce(out, prediction),
@@ -174,7 +182,8 @@ def _announce(out: Output, prediction: Prediction) -> None:
     for name, answer in prediction.loaders.items():
         if isinstance(answer, dict):
             rows.append((name, f"{'yes' if answer['loads'] else 'no'}: {answer['because']}"))
-    rows.append(("tensor parallel", f"up to {prediction.loaders['max_tensor_parallel']}"))
+    if "max_tensor_parallel" in prediction.loaders:
+        rows.append(("tensor parallel", f"up to {prediction.loaders['max_tensor_parallel']}"))
     out.note("predicted")
     for label, value in rows:
         out.note(f"  {label:<16}{value}")
@@ -185,14 +194,17 @@ def _show(out: Output, done: Quantized) -> None:
         return
     linears = done.outcome.proof["linears"]
     ratios = [p["error_after"] / p["error_before"] for p in linears if p["error_before"]]
-    mean = sum(ratios) / len(ratios) if ratios else None
     rows: list[tuple[str, object]] = [
         ("path", done.path),
         ("bytes", f"{done.outcome.bytes:,}"),
         ("seconds", number(done.seconds, 4)),
-        ("output error", f"{number(mean)} of round to nearest's, mean over {len(ratios)} linears"),
         ("verdict", done.verdict or "not asked for"),
     ]
+    if ratios:
+        mean = number(sum(ratios) / len(ratios))
+        rows.append(
+            ("output error", f"{mean} of round to nearest's, mean over {len(ratios)} linears")
+        )
     if done.gate is not None:
         rows += [("reason", reason) for reason in done.gate.get("reasons", [])[:4]]
         if done.verdict != "pass" and done.gate.get("next_step"):

@@ -412,9 +412,11 @@ def write_gguf(
                     )
                 )
 
+    pieces = data()
     write_gguf_file(
-        target, plan.metadata, [TensorPlan(t.name, t.kind, t.shape) for t in plan.tensors], data()
+        target, plan.metadata, [TensorPlan(t.name, t.kind, t.shape) for t in plan.tensors], pieces
     )
+    assert next(pieces, None) is None, "the writer took all bytes"  # and the last tensor reports
     size = target.stat().st_size
     assert size == plan.num_bytes, (size, plan.num_bytes)
     return WrittenGGUF(target, plan.mix, size, tuple(reports), plan.notes)

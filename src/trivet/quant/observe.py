@@ -246,7 +246,7 @@ class Stream:
         self.spec = model.spec
         self.workers = workers
         self.batches = make_batches(train, False) + make_batches(held_out, True)
-        ids = np.concatenate([np.asarray(s, np.int64) for s in (*train, *held_out)])
+        ids = np.concatenate([np.asarray(s, np.int64) for s in [*train, *held_out]])
         table = model.matrix("embed")
         distinct, places = np.unique(ids, return_inverse=True)
         rows = to_float(take_rows(table, distinct))

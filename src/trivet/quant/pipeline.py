@@ -30,6 +30,7 @@ from trivet.checkpoint.formats import write as write_format
 from trivet.errors import CheckpointError, QuantError
 from trivet.models import Model, open_model
 from trivet.models.export import write_float_folder
+from trivet.models.gguf_import import gguf_to_folder
 from trivet.models.load import has_bias
 from trivet.native.weights import WeightTensor
 from trivet.quant.blas import Workers, single_threaded
@@ -565,7 +566,10 @@ def float_folder(source: ModelSource, model: Model, work: Path) -> Iterator[Path
         return
     folder = work / "source"
     shutil.rmtree(folder, ignore_errors=True)
-    write_float_folder(model, folder)
+    if source.kind == "gguf":
+        gguf_to_folder(source.path, folder)
+    else:
+        write_float_folder(model, folder)
     try:
         yield folder
     finally:

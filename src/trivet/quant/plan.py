@@ -112,6 +112,11 @@ def module_name(layer: int, role: str) -> str:
     return HF_NAMES[role].format(i=layer).removesuffix(".weight")
 
 
+def unit_name(layer: int, roles: Sequence[str]) -> str:
+    """A fused unit as reports call it: ``layers.3.q+k+v``."""
+    return f"layers.{layer}.{'+'.join(roles)}"
+
+
 def make_plan(spec: ModelSpec, default: Target, keep: Sequence[str] = ()) -> Plan:
     """The plan with every linear in ``default`` but those that ``keep`` names.
 
