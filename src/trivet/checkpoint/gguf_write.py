@@ -123,7 +123,8 @@ def replacing(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise CheckpointError(path, f"cannot be written: {error.strerror or error}") from None
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the reason is already on its way
+            temporary.unlink(missing_ok=True)
 
 
 def write_gguf_file(
