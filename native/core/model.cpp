@@ -1,7 +1,6 @@
 #include "core/model.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
@@ -22,10 +21,6 @@ int32_t round_up(int32_t value, int32_t multiple) {
 
 void require(bool holds, const std::string& what) {
     if (!holds) throw std::invalid_argument(what);
-}
-
-uint64_t now_ns() {
-    return static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
 }
 
 }  // namespace
@@ -134,17 +129,19 @@ void Model::reset_times() {
 
 void Model::start_laps() {
     if (!timers_) return;
-    lap_time_ns_ = now_ns();
+    lap_time_ns_ = clock_.now_ns();
     lap_wait_ns_ = pool_.wait_ns();
 }
 
 void Model::lap(OpClass op_class, uint64_t elsewhere_ns) {
     if (!timers_) return;
-    const uint64_t time = now_ns(), waited = pool_.wait_ns() - lap_wait_ns_;
-    times_ns_[static_cast<int>(op_class)] += time - lap_time_ns_ - waited - elsewhere_ns;
+    const uint64_t time = clock_.now_ns(), wait = pool_.wait_ns();
+    // The pool has another clock: of a lap that was all waiting it may see a little more than all.
+    const uint64_t took = time - lap_time_ns_, waited = std::min(took, wait - lap_wait_ns_);
+    times_ns_[static_cast<int>(op_class)] += took - waited - std::min(took - waited, elsewhere_ns);
     wait_ns_ += waited;
     lap_time_ns_ = time;
-    lap_wait_ns_ += waited;
+    lap_wait_ns_ = wait;
 }
 
 void Model::check(const Step& step, const Arena& arena) const {
@@ -423,12 +420,12 @@ void Model::run_linear(const LinearOp& op, int32_t layer, int32_t num_rows, cons
         Scratch& scratch = scratch_[static_cast<size_t>(thread)];
         if (!shared && scratch.prepared_for != prepared_for) {
             const bool timed = timers_ && thread == 0;
-            const uint64_t prepare_start = timed ? now_ns() : 0;
+            const uint64_t prepare_start = timed ? clock_.now_ns() : 0;
             for (int32_t row = 0; row < num_rows; ++row) {
                 prepare_row(op, source_row(row), row, scratch, scratch.prepared, nullptr);
             }
             scratch.prepared_for = prepared_for;
-            if (timed) prepare_ns = now_ns() - prepare_start;
+            if (timed) prepare_ns = clock_.now_ns() - prepare_start;
         }
         const Prepared& prepared = shared ? prepared_ : scratch.prepared;
         const int32_t begin = item * blocks_per_item;

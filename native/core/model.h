@@ -15,6 +15,7 @@
 #include "core/arena.h"
 #include "core/buffer.h"
 #include "core/dispatch.h"
+#include "core/lap_clock.h"
 #include "core/thread_pool.h"
 
 namespace trivet {
@@ -236,6 +237,7 @@ class Model {
     uint64_t forward_count_ = 0;
     std::array<uint64_t, kNumOpClasses> times_ns_{};
     uint64_t wait_ns_ = 0;
+    const LapClock clock_;
     uint64_t lap_time_ns_ = 0, lap_wait_ns_ = 0;  // when the lap began, the pool's waiting then
     bool timers_ = true;
 };

@@ -245,6 +245,21 @@ def test_times_do_not_overlap(rows: int) -> None:
     assert 0.0 < sum(times.values()) <= seconds
 
 
+def test_times_are_the_clock_s_seconds() -> None:
+    """The counter behind them runs at the rate it was found to run at."""
+    runs = Runs(_model("bf16")[0], max_tokens=600)
+    shares = []
+    for _ in range(6):
+        runs.model.reset_times()
+        tokens = random_tokens(90)
+        begin = time.perf_counter()
+        runs.step([(0, tokens)])
+        seconds = time.perf_counter() - begin
+        shares.append(sum(runs.model.times_s().values()) / seconds)
+    assert max(shares) < 1.001
+    assert max(shares) > 0.8  # the rest of a call is small beside 90 rows
+
+
 def test_timers_can_be_switched_off() -> None:
     runs = Runs(_model("bf16")[0], threads=2)
     runs.model.set_timers(False)
