@@ -9,8 +9,9 @@ the settings that settings.py found best for a kind of work) that is idle while 
 Rates: prefill = prompt tokens / time to the first token; decode = (output - 1) / (total - time to the
 first token); batch = all output tokens / wall time, prefill included.
 
-A first pass, not counted, warms up, times every case and drops what would not end in time; what did
-not run is listed with its reason.
+Short runs, not counted, warm up and say how long each case will take; what would not end in time is
+dropped, and listed with what else did not run and why. The report is written after every round, so a
+run that is cut off has given what it had.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import argparse
 import datetime
 import fnmatch
 import json
+import math
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,7 @@ from trivet.bench.machine import describe_machine
 SANITY_PROMPT = "The capital of France is"
 MAX_GREEDY_NLL = 4.0  # nats a token; a broken engine's ids cost 8 and more
 REFERENCE = "trivet bf16"
+PROBE = Run(1, 128, 16)
 QUICK = ("trivet w8a8", REFERENCE, "fake")
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -109,20 +113,43 @@ class Engine:
                     rates[case] = run.prompt_tokens / first
                 else:
                     rates[case] = (count - 1) / (total - first)
-            self.duration_s[run] = self.duration_s.get(run, 0.0) + total
         return rates
 
-    def predicted_s(self, run: Run) -> float | None:
-        """Longest that a run should take, from the runs already timed; None without any."""
-        known = [
-            (r, seconds / (r.batch * (r.prompt_tokens / 8 + r.output_tokens)))
-            for r, seconds in self.duration_s.items()
-        ]
-        if not known:
-            return None
-        # A prompt token costs about an eighth of an output token; the run most alike says how much.
-        nearest = max(known, key=lambda item: (item[0].batch <= run.batch, item[0].batch))
-        return nearest[1] * run.batch * (run.prompt_tokens / 8 + run.output_tokens)
+    def probe(self, runs: Iterable[Run], model: str, timeout_s: float) -> None:
+        """Warm up with short runs and predict how long the others take. Raises EngineError."""
+        single = self._timed(PROBE, model, timeout_s)
+        batches = {run.batch for run in runs if run.batch > 1}
+        rates = {
+            size: self._timed(Run(size, 16, 8), model, timeout_s)[1] for size in sorted(batches)
+        }
+        prefill_rate, decode_rate = single
+        for run in runs:
+            prompt_s = run.batch * run.prompt_tokens / prefill_rate
+            rate = rates.get(run.batch, decode_rate)
+            self.duration_s[run] = prompt_s + run.batch * run.output_tokens / rate
+
+    def _timed(self, run: Run, model: str, timeout_s: float) -> tuple[float, float]:
+        """Prompt tokens a second and output tokens a second, of the slowest child."""
+        slowest = (math.inf, math.inf)
+        for child, kinds in self.children:
+            if run.batch > 1 and "batch" not in kinds:
+                continue
+            start = time.perf_counter()
+            ids = windows(model, run.batch, run.prompt_tokens, run.batch)
+            answer = child.call(
+                op="run", prompts=ids, output_tokens=run.output_tokens, timeout_s=timeout_s
+            )
+            total = time.perf_counter() - start
+            first = answer["first_token_s"] or 0.0
+            prompt_rate = run.prompt_tokens / first if first else math.inf
+            slowest = (
+                min(slowest[0], prompt_rate),
+                min(
+                    slowest[1],
+                    run.batch * run.output_tokens / (total - (first if run.batch == 1 else 0)),
+                ),
+            )
+        return slowest
 
     def close(self) -> None:
         for child, _ in self.children:
@@ -204,6 +231,7 @@ class Measurement:
         self._dropped: set[tuple[str, Run]] = set()
         self._live: list[Engine] = []
         self._seed = 0
+        self._started = time.monotonic()
         self.not_run: list[dict[str, Any]] = []
         self.engines: dict[str, Any] = {}
 
@@ -226,8 +254,8 @@ class Measurement:
             by_engine.pop(engine.form.name, None)
         self.drop(engine.form.name, reason)
 
-    def execute(self) -> None:
-        """Start, warm up, measure, end."""
+    def execute(self, save: Callable[[dict[str, Any]], None]) -> None:
+        """Start, warm up, measure, end. ``save`` is given the report after every round."""
         best = engines.load_settings(self._arguments.settings, self._arguments.model)
         deltas = quality(self._arguments.quality)
         try:
@@ -247,10 +275,11 @@ class Measurement:
             self._warm_up()
             for index in range(self._arguments.rounds):
                 self._round(index)
-            for engine in self._live:
-                sizes = [child.memory_bytes() or 0 for child, _ in engine.children]
-                # The children of one form are settings of one engine: the largest counts.
-                engine.report["memory_bytes"] = max(sizes, default=0) or None
+                for engine in self._live:
+                    sizes = [child.memory_bytes() or 0 for child, _ in engine.children]
+                    # The children of one form are settings of one engine: the largest counts.
+                    engine.report["memory_bytes"] = max(sizes, default=0) or None
+                save(self.report(index + 1))
         finally:
             for engine in self._live:
                 engine.close()
@@ -275,26 +304,32 @@ class Measurement:
 
     def _warm_up(self) -> None:
         limit = self._arguments.max_run_s
-        for run, engine in self._pairs():
-            predicted = engine.predicted_s(run)
-            if predicted is not None and predicted > limit and engine.form.peer != "trivet":
-                self.drop(engine.form.name, f"one run would take about {predicted:.0f} s", run)
+        costs: dict[tuple[Engine, Run], float] = {}
+        for engine in self._live[:]:
+            try:
+                engine.probe(self._runs, self._arguments.model, 2 * limit + 60)
+            except EngineError as error:
+                self._fail(engine, f"warm-up: {error}")
                 continue
-            self._seed += 1
-            self._measure(run, engine)
-        costs = {(engine, run): engine.duration_s.get(run, 0.0) for run, engine in self._pairs()}
-        total = sum(costs.values()) * self._arguments.rounds
-        print(f"peers: {self._arguments.rounds} rounds take about {total:.0f} s", file=sys.stderr)
+            for run, seconds in engine.duration_s.items():
+                if seconds > limit and engine.form.peer != "trivet":
+                    self.drop(engine.form.name, f"one run would take about {seconds:.0f} s", run)
+                else:
+                    costs[engine, run] = seconds
+        rounds = self._arguments.rounds
         budget = self._arguments.budget
-        while budget and total > budget:
+        left = budget - (time.monotonic() - self._started)
+        total = sum(costs.values()) * rounds
+        while budget and total > left:
             peers = {pair: s for pair, s in costs.items() if pair[0].form.peer != "trivet"}
             if not peers:
                 break
             engine, run = max(peers, key=lambda pair: peers[pair])
             seconds = costs.pop((engine, run))
-            total -= seconds * self._arguments.rounds
+            total -= seconds * rounds
             reason = f"{seconds:.0f} s a round are over the budget of {budget:.0f} s"
             self.drop(engine.form.name, reason, run)
+        print(f"peers: {rounds} rounds take about {total:.0f} s", file=sys.stderr, flush=True)
 
     def _round(self, index: int) -> None:
         seed = self._seed
@@ -310,8 +345,8 @@ class Measurement:
             flush=True,
         )
 
-    def report(self) -> dict[str, Any]:
-        """The JSON report."""
+    def report(self, rounds: int) -> dict[str, Any]:
+        """The JSON report after so many rounds."""
         arguments = self._arguments
         flags = environments.cpu_flags()
         return {
@@ -324,7 +359,7 @@ class Measurement:
             "commit": _git("rev-parse", "HEAD"),
             "uncommitted_changes": bool(_git("status", "--porcelain", "--", "src", "native")),
             "group": arguments.group,
-            "rounds": arguments.rounds,
+            "rounds": rounds,
             "engines": self.engines,
             "cases": {
                 case: {name: summary(values) for name, values in by_engine.items()}
@@ -369,9 +404,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", help="patterns of form names, like 'trivet *'")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument(
-        "--budget", type=float, default=2400.0, help="seconds of all rounds; 0: none"
-    )
+    parser.add_argument("--budget", type=float, default=2400.0, help="seconds in all; 0: none")
     parser.add_argument("--max-run-s", type=float, default=60.0, help="longest run of a peer")
     parser.add_argument("--settings", type=Path, default=RESULTS / "peers_settings.json")
     parser.add_argument("--quality", type=Path, default=RESULTS / "peers_quality.json")
@@ -389,17 +422,20 @@ def main() -> int:
     ]
     if not runs or not forms:
         parser.error("nothing to run: no form or no case of the group matches")
-    measurement = Measurement(arguments, forms, runs)
-    measurement.execute()
-    report = measurement.report()
     arguments.output.mkdir(parents=True, exist_ok=True)
     name = arguments.name or ("peers" if arguments.model == "demo" else f"peers_{arguments.model}")
-    text = table.markdown(report)
-    for suffix, content in ((".json", json.dumps(report, indent=1)), (".md", text)):
-        temporary = arguments.output / f"{name}{suffix}.tmp"
-        temporary.write_text(content + "\n")
-        temporary.rename(arguments.output / f"{name}{suffix}")
-    print(text)
+
+    def save(report: dict[str, Any]) -> None:
+        for suffix, content in (
+            (".json", json.dumps(report, indent=1)),
+            (".md", table.markdown([report])),
+        ):
+            temporary = arguments.output / f"{name}{suffix}.tmp"
+            temporary.write_text(content + "\n")
+            temporary.rename(arguments.output / f"{name}{suffix}")
+
+    Measurement(arguments, forms, runs).execute(save)
+    print((arguments.output / f"{name}.md").read_text(), end="")
     return 0
 
 

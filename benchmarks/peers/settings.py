@@ -1,12 +1,13 @@
 """Search each peer's settings on this machine; the best of each kind of work are kept.
 
     python benchmarks/peers/settings.py -o benchmarks/results/peers_settings.json [--model demo]
-        [--only 'openvino *'] [--rounds 3]
+        [--only 'openvino *'] [--rounds 3] [--again]
 
 From the defaults, one setting at a time; a value is kept for a kind of work (prefill, decode, batch)
 when its median beats the default's by more than 3 %. Values that won alone are then run together
 against the default and kept only if they win together. The default and a candidate are measured
-alternately. The file lists every candidate with its samples; existing forms of other runs are kept.
+alternately. The file lists every candidate with its samples and is written after each one; what it
+already holds is not measured again (--again: it is), so that a search may be cut off and go on.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import fnmatch
 import json
 import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from protocol import Child, EngineError
 
 from trivet.bench.machine import describe_machine
 
-PROBES = (Run(1, 512, 32), Run(8, 64, 24))
+PROBES = (Run(1, 256, 20), Run(8, 24, 16))
 GAIN = 1.03
 
 
@@ -48,31 +49,47 @@ def probe(child: Child, model: str, seed: int, single_only: bool) -> dict[str, f
 
 
 class Search:
-    """The search for one form. ``tried`` lists every candidate."""
+    """The search for one form. ``tried`` lists every candidate; ``save`` is called after each."""
 
-    def __init__(self, form: Form, model: str, threads: int, rounds: int) -> None:
+    def __init__(
+        self,
+        form: Form,
+        model: str,
+        threads: int,
+        rounds: int,
+        tried: list[dict[str, Any]],
+        save: Callable[[], None],
+    ) -> None:
         self._form, self._model = form, model
         self._threads, self._rounds = threads, rounds
-        self._base, answer = engines.start(form, model, threads, {})
-        self.version = answer["version"]
-        self.tried: list[dict[str, Any]] = []
+        self.tried, self._save = tried, save
+        self._base: Child | None = None
+        self.version: str | None = None
         self._seed = 0
 
     def close(self) -> None:
-        self._base.close()
+        if self._base is not None:
+            self._base.close()
 
     def gains(self, changed: Mapping[str, Any]) -> dict[str, float]:
         """Kind -> ratio to the default's median; empty when the candidate does not run."""
+        for known in self.tried:
+            if known["settings"] == changed:
+                return dict(known.get("gain", {}))
+        if self._base is None:
+            self._base, answer = engines.start(self._form, self._model, self._threads, {})
+            self.version = answer["version"]
+        print(f"settings: {self._form.name}: {dict(changed)}", file=sys.stderr, flush=True)
         entry: dict[str, Any] = {"settings": dict(changed)}
-        self.tried.append(entry)
         single_only = changed.get("pipeline") == "plain"
         child = None
-        samples: tuple[dict[str, list[float]], dict[str, list[float]]] = ({}, {})
+        base: dict[str, list[float]] = {}
+        own: dict[str, list[float]] = {}
         try:
             child, _ = engines.start(self._form, self._model, self._threads, changed)
             for index in range(self._rounds + 1):
                 self._seed += 1
-                for each, kept in zip((self._base, child), samples, strict=True):
+                for each, kept in ((self._base, base), (child, own)):
                     rates = probe(each, self._model, self._seed, single_only)
                     if index:  # the first round warms up
                         for kind, rate in rates.items():
@@ -81,17 +98,17 @@ class Search:
             if not self._base.is_alive:
                 raise
             entry["failed"] = str(error)
-            return {}
+        else:
+            entry |= {"default": base, "rates": own}
+            entry["gain"] = {
+                kind: statistics.median(own[kind]) / statistics.median(base[kind]) for kind in own
+            }
         finally:
             if child is not None:
                 child.close()
-        base, own = samples
-        entry |= {"default": base, "rates": own}
-        entry["gain"] = {
-            kind: statistics.median(own[kind]) / statistics.median(base[kind]) for kind in own
-        }
-        gains: dict[str, float] = entry["gain"]
-        return gains
+        self.tried.append(entry)
+        self._save()
+        return dict(entry.get("gain", {}))
 
     def best(self) -> dict[str, dict[str, Any]]:
         """Kind -> settings that differ from the default."""
@@ -100,20 +117,15 @@ class Search:
             if key in self._form.fixed:
                 continue
             for value in values[1:]:  # the first is the default
-                print(f"settings: {self._form.name}: {key}={value}", file=sys.stderr, flush=True)
                 for kind, gain in self.gains({key: value}).items():
                     if gain > max(GAIN, won[kind].get(key, (0.0, None))[0]):
                         won[kind][key] = (gain, value)
         result: dict[str, dict[str, Any]] = {}
-        together: dict[str, dict[str, float]] = {}
         for kind in KINDS:
             alone = {key: value for key, (_, value) in won[kind].items()}
             if len(alone) > 1:
-                name = json.dumps(alone, sort_keys=True)
-                if name not in together:
-                    together[name] = self.gains(alone)
                 strongest = max(won[kind], key=lambda key: won[kind][key][0])
-                if together[name].get(kind, 0.0) < won[kind][strongest][0]:
+                if self.gains(alone).get(kind, 0.0) < won[kind][strongest][0]:
                     alone = {strongest: won[kind][strongest][1]}
             result[kind] = alone
         return result
@@ -126,6 +138,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", help="patterns of form names, like 'openvino *'")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--again", action="store_true", help="measure what the file holds again")
     arguments = parser.parse_args()
     report = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
     mine = report.setdefault(arguments.model, {"forms": {}})
@@ -134,29 +147,32 @@ def main() -> int:
             continue
         if arguments.only and not any(fnmatch.fnmatchcase(form.name, p) for p in arguments.only):
             continue
+        entry = mine["forms"].setdefault(form.name, {"best": {}, "tried": []})
+        if arguments.again:
+            entry["tried"] = []
+
+        def save() -> None:
+            temporary = arguments.output.with_suffix(".tmp")
+            temporary.write_text(json.dumps(report, indent=1) + "\n")
+            temporary.rename(arguments.output)
+
+        search = Search(
+            form, arguments.model, arguments.threads, arguments.rounds, entry["tried"], save
+        )
         try:
-            search = Search(form, arguments.model, arguments.threads, arguments.rounds)
+            entry["best"] = search.best()
         except (PeerUnavailableError, EngineError) as error:
             print(f"settings: {form.name} not run: {error}", file=sys.stderr)
-            continue
-        try:
-            best = search.best()
-        except EngineError as error:
-            print(f"settings: {form.name} not run: {error}", file=sys.stderr)
-            continue
+            entry["not_run"] = str(error)
+        else:
+            entry.pop("not_run", None)
+            entry |= {"machine": describe_machine(), "threads": arguments.threads}
+            if search.version is not None:
+                entry["version"] = search.version
+            print(f"settings: {form.name}: {json.dumps(entry['best'])}", file=sys.stderr)
         finally:
             search.close()
-        mine["forms"][form.name] = {
-            "version": search.version,
-            "machine": describe_machine(),
-            "threads": arguments.threads,
-            "best": best,
-            "tried": search.tried,
-        }
-        temporary = arguments.output.with_suffix(".tmp")
-        temporary.write_text(json.dumps(report, indent=1) + "\n")
-        temporary.rename(arguments.output)
-        print(f"settings: {form.name}: {json.dumps(best)}", file=sys.stderr, flush=True)
+        save()
     return 0
 
 

@@ -1,7 +1,9 @@
-"""The report of run.py as Markdown: speeds beside bytes and quality, and the ratios.
+"""Reports of run.py as Markdown: speeds beside bytes and quality, and the ratios.
 
-    python benchmarks/peers/table.py benchmarks/results/peers.json [--into README.md]
+    python benchmarks/peers/table.py benchmarks/results/peers.json [MORE.json ...] [--into README.md]
 
+Several reports of one model (one for each group of cases, say) make one table: each case is taken from
+the last report that has it, whole, so that its ratios stay those of one run.
 --into replaces what stands between the lines ``<!-- peers MODEL -->`` and ``<!-- /peers MODEL -->``.
 """
 
@@ -64,33 +66,61 @@ def _ratios(report: dict[str, Any], cases: list[str]) -> list[str]:
     return _rows(["Trivet to the best peer", *(c.replace("_", " ") for c in cases)], rows)
 
 
-def markdown(report: dict[str, Any]) -> str:
+def merged(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """One report with every case of all; raises ValueError when the models differ."""
+    models = {report["model"] for report in reports}
+    if len(models) != 1:
+        raise ValueError(f"reports of several models: {', '.join(sorted(models))}")
+    result: dict[str, Any] = {"model": models.pop(), "cases": {}, "ratios": {}, "engines": {}}
+    for report in reports:
+        for case, found in report["cases"].items():
+            if found:
+                result["cases"][case] = found
+                result["ratios"][case] = report["ratios"][case]
+        result["engines"] |= report["engines"]
+    return result
+
+
+def markdown(reports: list[dict[str, Any]]) -> str:
     """Both tables, what they were measured on, and what did not run."""
-    cases = sorted((c for c, found in report["cases"].items() if found), key=_order)
+    whole = merged(reports)
+    cases = sorted(whole["cases"], key=_order)
+    lines = _speeds(whole, cases)
+    ratios = _ratios(whole, cases)
+    if len(ratios) > 2:
+        lines += ["", *ratios]
+    for report in reports:
+        lines += ["", _origin(report)]
+    # A case that one report could not run and another did is there.
+    measured = {(name, case) for case in cases for name in whole["cases"][case]}
+    lines_not_run: dict[str, None] = {}
+    for report in reports:
+        for entry in report["not_run"]:
+            name, which = entry["engine"], entry["cases"]
+            missing = [
+                case
+                for case in (report["cases"] if which == "all" else which)
+                if (name, case) not in measured
+            ]
+            if missing:
+                shown = which if which == "all" else ", ".join(missing)
+                lines_not_run[f"- {name}: {entry['reason']} ({shown})"] = None
+    if lines_not_run:
+        lines += ["", "Not run:", "", *lines_not_run]
+    return "\n".join(lines)
+
+
+def _origin(report: dict[str, Any]) -> str:
     machine = report["machine"]
     versions = sorted(
         {f"{e['peer'].replace('_', '.')} {e['version']}" for e in report["engines"].values()}
     )
-    lines = _speeds(report, cases)
-    ratios = _ratios(report, cases)
-    if len(ratios) > 2:
-        lines += ["", *ratios]
-    lines += [
-        "",
-        f"Model {report['model']}, {machine['cpu']}, level {machine['isa']}, "
+    cases = ", ".join(case.replace("_", " ") for case in sorted(report["cases"], key=_order))
+    return (
+        f"{cases}: model {report['model']}, {machine['cpu']}, level {machine['isa']}, "
         f"{report['threads']} threads, {report['rounds']} interleaved rounds, medians, half the range "
-        f"as spread; {', '.join(versions)}; commit {report['commit'][:10]}, {report['date']}.",
-    ]
-    reasons: dict[str, list[str]] = {}
-    for entry in report["not_run"]:
-        cases_text = (
-            entry["cases"] if isinstance(entry["cases"], str) else ", ".join(entry["cases"])
-        )
-        reasons.setdefault(f"{entry['engine']}: {entry['reason']}", []).append(cases_text)
-    if reasons:
-        lines += ["", "Not run:", ""]
-        lines += [f"- {what} ({'; '.join(which)})" for what, which in reasons.items()]
-    return "\n".join(lines)
+        f"as spread; {', '.join(versions)}; commit {report['commit'][:10]}, {report['date']}."
+    )
 
 
 def insert(text: str, model: str, content: str) -> str:
@@ -105,16 +135,19 @@ def insert(text: str, model: str, content: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("report", type=Path)
+    parser.add_argument("reports", type=Path, nargs="+")
     parser.add_argument("--into", type=Path)
     arguments = parser.parse_args()
-    report = json.loads(arguments.report.read_text())
-    text = markdown(report)
+    reports = [json.loads(path.read_text()) for path in arguments.reports]
+    try:
+        text = markdown(reports)
+    except ValueError as mistake:
+        parser.error(str(mistake))
     if arguments.into is None:
         print(text)
         return 0
     try:
-        changed = insert(arguments.into.read_text(), report["model"], text)
+        changed = insert(arguments.into.read_text(), reports[0]["model"], text)
     except ValueError as mistake:
         parser.error(f"{arguments.into}: {mistake}")
     temporary = arguments.into.with_suffix(".tmp")

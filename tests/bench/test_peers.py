@@ -49,6 +49,16 @@ def test_engines_are_compared_round_by_round(tmp_path: Path) -> None:
     assert 0 < w8a8["greedy_nll"] < 2
     assert report["agreement"]["trivet bf16"] == 24
     assert (tmp_path / "peers.md").read_text() == done.stdout
+    # Several reports make one table; of one case twice, the last report counts.
+    report["cases"] = {"batch_3": report["cases"]["batch_3"]}
+    report["cases"]["batch_3"]["fake"]["median"] = 4711
+    (tmp_path / "more.json").write_text(json.dumps(report))
+    together = _run(PEERS / "table.py", tmp_path / "peers.json", tmp_path / "more.json").stdout
+    assert "| fake | 0 | - | - | 1000 ±" in together
+    assert "4711" in together
+    (tmp_path / "other.json").write_text(json.dumps(report | {"model": "shape-1b"}))
+    mixed = (PEERS / "table.py", tmp_path / "peers.json", tmp_path / "other.json")
+    assert "several models" in _run(*mixed, status=2).stderr
     # Into a page, between its markers and nowhere else.
     page = tmp_path / "page.md"
     page.write_text("above\n<!-- peers demo -->\nold\n<!-- /peers demo -->\nbelow\n")
