@@ -9,6 +9,8 @@ checks/           the checks of the gate, one file each
 statistics.py     paired tests and intervals
 gate.py           the rules: one verdict of all findings
 gating.py         run the checks of a gate
+next_step.py      what to try after a gate; ledger.py keeps what was tried
+sandbox.py        code that a model wrote, run without network, files or power
 run.py            all of it from a model's name
 report.py         the files a gate leaves
 """
@@ -18,6 +20,7 @@ from __future__ import annotations
 from trivet.evaluate.corpora import Corpus, builtin_corpora, load_corpora
 from trivet.evaluate.gate import GateResult, judge_checks, judge_corpora
 from trivet.evaluate.gating import GateOptions, GateReport
+from trivet.evaluate.ledger import default_ledger
 from trivet.evaluate.quality import (
     EncodedCorpus,
     Quality,
@@ -48,6 +51,7 @@ __all__ = [
     "Verdict",
     "Window",
     "builtin_corpora",
+    "default_ledger",
     "encode_corpora",
     "evaluate_model",
     "judge_checks",

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from trivet.config import PAGE_TOKENS, ModelConfig
 from trivet.errors import ConfigError
+from trivet.evaluate import ledger
 from trivet.evaluate.corpora import Corpus, load_corpora
 from trivet.evaluate.gate import GateResult, judge_corpora
 from trivet.evaluate.gating import SIZES, GateOptions, GateReport, run_gate
+from trivet.evaluate.next_step import next_step, recipe_of
 from trivet.evaluate.quality import (
     CONTEXT,
     MAX_TOKENS,
@@ -34,6 +38,7 @@ class Evaluation:
     sources  per corpus: name, where its text came from, sha256 of the text
     hashes   of the candidate and the baseline: identity of the source, and of what ran (numerics)
     details  everything the gate found; None without one, or without a baseline to compare with
+    interaction  of a combination, see `trivet.evaluate.ledger.interaction`; None for one variable
     """
 
     report: QualityReport
@@ -50,6 +55,7 @@ class Evaluation:
     gate: GateResult | None
     hashes: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
     details: GateReport | None = None
+    interaction: dict[str, Any] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The contract's keys, then how they came about."""
@@ -61,6 +67,8 @@ class Evaluation:
             "context", "stride", "max_tokens", "sources", "hashes",
         ):  # fmt: skip
             result[name] = getattr(self, name)
+        if self.gate is not None:
+            result["interaction"] = self.interaction
         return result
 
     def gate_json(self) -> dict[str, Any]:
@@ -90,6 +98,7 @@ def evaluate_model(
     loading: Progress | None = None,
     progress: Callable[[int, int], None] | None = None,
     on_check: Callable[[str, float], None] | None = None,
+    ledger_path: Path | None = None,
 ) -> Evaluation:
     """Measure perplexity on the corpora, and the distance from ``baseline`` when there is one.
 
@@ -99,6 +108,7 @@ def evaluate_model(
     gate        ``fast``, ``full`` or all the options of a gate: run its checks and judge them
     progress    called with (tokens scored, all tokens) when there is no gate
     on_check    called with (what a gate is doing, share of the whole)
+    ledger_path a gate with a baseline is added to this ledger; None: to none
     Raises ConfigError, CheckpointError; a baseline with another vocabulary is refused.
     """
     options = _gate_options(gate, max_tokens)
@@ -125,7 +135,7 @@ def evaluate_model(
     result = details.result if details is not None else None
     if options is not None and result is None:
         result = judge_corpora(report)
-    return Evaluation(
+    evaluation = Evaluation(
         report=report,
         model=config.model,
         weights=model.weights_form,
@@ -147,6 +157,67 @@ def evaluate_model(
         },
         details=details,
     )
+    if details is None:
+        return evaluation
+    return _with_next_step(evaluation, model, ledger_path)
+
+
+def _with_next_step(
+    evaluation: Evaluation, model: LoadedModel, ledger_path: Path | None
+) -> Evaluation:
+    """Say what to do next, and enter the run into the ledger."""
+    details = evaluation.details
+    assert details is not None
+    assert evaluation.gate is not None
+    identity = evaluation.hashes["model"]["identity"]
+    known = ledger.read(ledger_path) if ledger_path is not None else []
+    steps = [entry.next_step for entry in known if entry.identity == identity]
+    recipe = recipe_of(evaluation.weights, evaluation.kv, _quantization(model), steps)
+    verdict = evaluation.gate.verdict
+    step, line = next_step(verdict, details.checks, recipe)
+    result = dataclasses.replace(
+        evaluation.gate, next_step=line, metrics={**evaluation.gate.metrics, "next": step}
+    )
+    variables = {}
+    if (
+        evaluation.weights != evaluation.baseline_weights
+        or evaluation.hashes["model"]["identity"] != (evaluation.hashes["baseline"]["identity"])
+    ):
+        variables["weights"] = evaluation.weights
+    if evaluation.kv != evaluation.baseline_kv:
+        variables["kv"] = evaluation.kv
+    overall = evaluation.report.overall
+    facts = [evaluation.sources, evaluation.max_tokens, evaluation.context, evaluation.stride]
+    entry = ledger.Entry(
+        time=ledger.now(),
+        model=evaluation.model,
+        identity=identity,
+        baseline=evaluation.hashes["baseline"]["numerics_id"],
+        variables=variables,
+        verdict=verdict.value,
+        next_step=step,
+        figures={"delta_ppl": overall.delta_ppl, "mean_kl": overall.mean_kl},
+        corpora=hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
+        gate=details.options.size,
+    )
+    if ledger_path is not None:
+        ledger.append(ledger_path, entry)
+    return dataclasses.replace(
+        evaluation,
+        gate=result,
+        details=dataclasses.replace(details, result=result),
+        interaction=ledger.interaction(entry, known),
+    )
+
+
+def _quantization(model: LoadedModel) -> dict[str, Any] | None:
+    """The quantization.json of a folder that `trivet quantize` wrote, or None."""
+    try:
+        text = (Path(model.config.model) / "quantization.json").read_text(encoding="utf-8")
+        found = json.loads(text)
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _gate_options(gate: str | GateOptions | None, max_tokens: int | None) -> GateOptions | None:

@@ -14,6 +14,7 @@ import platform
 import resource
 import signal
 import sys
+from typing import Any
 
 _NEWNS, _NEWCGROUP, _NEWUTS, _NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
 _NEWUSER, _NEWPID, _NEWNET = 0x10000000, 0x20000000, 0x40000000
@@ -26,18 +27,20 @@ _OWN_UID = 63_217  # a user no one else is, when the caller is root
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _call(name, *arguments):
+def _call(name: str, *arguments: Any) -> None:
     if getattr(_libc, name)(*arguments) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
-def _mount(source, target, kind, flags, data=None):
-    encode = lambda text: None if text is None else text.encode()  # noqa: E731
-    _call("mount", encode(source), encode(target), encode(kind), flags, encode(data))
+def _mount(
+    source: str | None, target: str, kind: str | None, flags: int, data: str | None = None
+) -> None:
+    texts = [None if text is None else text.encode() for text in (source, target, kind, data)]
+    _call("mount", *texts[:3], flags, texts[3])
 
 
-def _bind_read_only(path, root):
+def _bind_read_only(path: str, root: str) -> None:
     """Show a path of the machine under the new root, read-only."""
     target = root + path
     if os.path.islink(path):
@@ -62,13 +65,13 @@ def _bind_read_only(path, root):
         _mount(None, target, None, _REMOUNT | _BIND | _RDONLY | _NOSUID)
 
 
-def _new_root(root, python):
+def _new_root(root: str, python: str) -> None:
     """A read-only root with the interpreter and the system libraries, /tmp in memory, and /proc."""
     _mount(None, "/", None, _REC | _PRIVATE)
     _mount("tmpfs", root, "tmpfs", _NOSUID | _NODEV, "size=1m,mode=755")
     shown = ["/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib", "/lib64", "/etc/ld.so.cache"]
     shown += [sys.base_prefix, sys.base_exec_prefix, os.path.dirname(os.path.realpath(python))]
-    done = []
+    done: list[str] = []
     for path in shown:
         inside = any(path == one or path.startswith(one + "/") for one in done)
         if os.path.lexists(path) and path != "/" and not inside:
@@ -86,7 +89,7 @@ def _new_root(root, python):
     _pivot()
 
 
-def _pivot():
+def _pivot() -> None:
     number = _PIVOT.get(platform.machine())
     if number is None:
         raise OSError(0, "no pivot_root on this machine")
@@ -96,7 +99,7 @@ def _pivot():
     os.chdir("/tmp")
 
 
-def _isolate(options, report):
+def _isolate(options: dict[str, Any], report: dict[str, Any]) -> bool:
     """Namespaces, root and user; what worked goes into ``report``."""
     is_root = os.geteuid() == 0
     outer_uid, outer_gid = os.geteuid(), os.getegid()
@@ -117,7 +120,7 @@ def _isolate(options, report):
     return is_root
 
 
-def _limit(options):
+def _limit(options: dict[str, Any]) -> None:
     memory, cpu_s = options["memory_bytes"], options["cpu_s"]
     for name, value in (
         (resource.RLIMIT_AS, memory),
@@ -129,9 +132,15 @@ def _limit(options):
         resource.setrlimit(name, (value, value))
 
 
-def main():
+def main() -> None:
     options = json.loads(sys.argv[1])
-    report = {"network": None, "root": None, "user": None, "limits": None, "error": None}
+    report: dict[str, Any] = {
+        "network": None,
+        "root": None,
+        "user": None,
+        "limits": None,
+        "error": None,
+    }
     is_root = False
     try:
         is_root = _isolate(options, report)

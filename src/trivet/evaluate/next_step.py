@@ -1,0 +1,108 @@
+"""What to try after a gate: one thing, by a stated rule.
+
+The order after a rejection is the practitioners': damage is repaired, not tuned around; then another
+calibration set; then smaller groups with static act-order; then AWQ; then the sensitive layers in more
+bits; then 8 bits. A step is skipped when it does not apply (no calibrated method, already done, already
+8 bits). What was done is read from the recipe of the candidate and from the ledger.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+
+from trivet.evaluate.results import CheckResult, Finding, Verdict
+
+CALIBRATION = "calibration"
+GROUPS = "groups"
+AWQ = "awq"
+SENSITIVE = "sensitive-layers"
+EIGHT_BITS = "8-bits"
+ORDER = (CALIBRATION, GROUPS, AWQ, SENSITIVE, EIGHT_BITS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What is known of how a candidate was made.
+
+    method  none, rtn, gptq, awq, awq+gptq, smoothquant, fp8, kquant; ``rtn`` when nothing is said
+    done    steps of ORDER that were tried before on this model
+    """
+
+    weights: str
+    method: str = "rtn"
+    group_size: int | None = None
+    kv: str = "bf16"
+    done: tuple[str, ...] = ()
+
+    @property
+    def bits(self) -> int:
+        found = re.match(r"w(\d+)a", self.weights)
+        return int(found[1]) if found else 16
+
+
+def recipe_of(
+    weights: str, kv: str, quantization: Mapping[str, object] | None, done: Sequence[str] = ()
+) -> Recipe:
+    """A recipe from the full form that ran and, where there is one, the folder's quantization.json."""
+    group = re.search(r"-g(\d+)", weights)
+    known = quantization or {}
+    method = known.get("method")
+    return Recipe(
+        weights,
+        method if isinstance(method, str) else "rtn",
+        int(group[1]) if group else None,
+        kv,
+        tuple(done),
+    )
+
+
+def next_step(verdict: Verdict, checks: Sequence[CheckResult], recipe: Recipe) -> tuple[str, str]:
+    """(name of the step, one line that says what to do)."""
+    if verdict is Verdict.PASS:
+        return "serve", "serve it"
+    if verdict is Verdict.UNDECIDED:
+        return _decide(checks)
+    rejected = {check.check for check in checks if check.finding is Finding.REJECT}
+    if "identity" in rejected:
+        return "files", "copy the baseline's tokenizer, chat template and config and run again"
+    if "weights" in rejected:
+        return "repair", "the file is damaged or was written wrongly: make it again"
+    if recipe.kv != "bf16" and recipe.bits == 16:
+        return "kv", "keep the KV cache in bf16: weights are not the cause"
+    for step in ORDER:
+        if step not in recipe.done:
+            line = _line(step, recipe)
+            if line is not None:
+                return step, line
+    return "full-precision", "serve bf16: every step was tried"
+
+
+def _decide(checks: Sequence[CheckResult]) -> tuple[str, str]:
+    if any(check.finding is Finding.NOT_RUN for check in checks):
+        names = ", ".join(c.name for c in checks if c.finding is Finding.NOT_RUN)
+        return "run", f"make these checks run: {names} (more --budget, or where they can run)"
+    if any(check.finding is Finding.UNDECIDED for check in checks):
+        return "sample", "use --gate full or more items in --tasks DIR: the sample is too small"
+    return "tasks", "give --tasks DIR with tasks the baseline can do"
+
+
+def _line(step: str, recipe: Recipe) -> str | None:
+    calibrated = recipe.method not in ("rtn", "none", "fp8", "kquant")
+    few_bits = recipe.bits < 8
+    match step:
+        case "calibration" if calibrated:
+            return "calibrate on another set: --traffic with prompts like those you serve"
+        case "groups" if few_bits and not (
+            recipe.method == "gptq" and recipe.group_size is not None and recipe.group_size <= 32
+        ):
+            size = 32 if recipe.group_size is None or recipe.group_size > 32 else recipe.group_size
+            return f"use --method gptq --group-size {size} --act-order static"
+        case "awq" if few_bits and "awq" not in recipe.method:
+            return "use --method awq+gptq"
+        case "sensitive-layers" if few_bits:
+            return "keep the layers that hurt in 8 bits: --keep from trivet evaluate --sensitivity"
+        case "8-bits" if few_bits:
+            return "use 8 bits: --bits 8"
+    return None

@@ -1,0 +1,79 @@
+"""One task's finding: signal, significance, and the honest undecided."""
+
+from __future__ import annotations
+
+import pytest
+
+from trivet.evaluate.checks.judge import Answer, judge_answers
+from trivet.evaluate.gate import judge_checks
+from trivet.evaluate.results import CheckResult, Finding, Kind, Verdict
+
+
+def _judge(baseline: list[Answer], candidate: list[Answer], chance: float = 0.25) -> CheckResult:
+    return judge_answers("choice", "t", Kind.MATHS, chance, baseline, candidate, seed=0, level=0.01)
+
+
+def _answers(right: int, of: int, expected: float | None = None) -> list[Answer]:
+    return [Answer(at < right, expected) for at in range(of)]
+
+
+def test_a_baseline_at_chance_has_no_vote() -> None:
+    found = _judge(_answers(34, 100), _answers(0, 100))
+    assert found.finding is Finding.NO_SIGNAL
+    assert not found.votes
+    assert _judge(_answers(35, 100), _answers(0, 100)).finding is Finding.REJECT
+
+
+def test_a_significant_drop_rejects_and_a_small_sample_is_undecided() -> None:
+    assert _judge(_answers(90, 100), _answers(70, 100)).finding is Finding.REJECT
+    assert _judge(_answers(9, 10), _answers(8, 10)).finding is Finding.UNDECIDED
+    assert _judge(_answers(180, 200), _answers(180, 200)).finding is Finding.PASS
+    assert _judge(_answers(18, 20), _answers(18, 20)).finding is Finding.UNDECIDED
+
+
+def test_expected_accuracy_decides_with_few_items() -> None:
+    base = [Answer(True, 0.80 + 0.001 * at) for at in range(40)]
+    near = [Answer(True, 0.795 + 0.001 * at) for at in range(40)]
+    far = [Answer(True, 0.70 + 0.001 * at) for at in range(40)]
+    assert _judge(base, near).finding is Finding.PASS
+    assert _judge(base, far).finding is Finding.REJECT
+    assert _judge(base[:10], near[:10]).finding is Finding.UNDECIDED
+
+
+def test_a_model_that_computes_no_numbers_is_rejected() -> None:
+    assert _judge(_answers(30, 40, 0.7), _answers(0, 40, 0.0)).finding is Finding.REJECT
+
+
+def _check(kind: Kind, finding: Finding, is_task: bool = True) -> CheckResult:
+    return CheckResult("c", f"{kind.value} {finding.value}", kind, finding, "why", is_task=is_task)
+
+
+PASSING = [_check(kind, Finding.PASS) for kind in (Kind.CHAT, Kind.SQL, Kind.CODE)]
+
+
+@pytest.mark.parametrize(
+    ("extra", "asked", "verdict"),
+    [
+        ([], (), Verdict.PASS),
+        ([_check(Kind.MATHS, Finding.REJECT)], (), Verdict.REJECT),
+        ([_check(Kind.MATHS, Finding.REJECT)], (Kind.CHAT,), Verdict.PASS),
+        ([_check(Kind.MODEL, Finding.REJECT, False)], (Kind.CHAT,), Verdict.REJECT),
+        ([_check(Kind.MATHS, Finding.UNDECIDED)], (), Verdict.UNDECIDED),
+        ([_check(Kind.MATHS, Finding.UNDECIDED)], (Kind.SQL,), Verdict.PASS),
+        ([_check(Kind.MATHS, Finding.NO_SIGNAL)], (), Verdict.PASS),
+        ([_check(Kind.MATHS, Finding.NO_SIGNAL)], (Kind.MATHS,), Verdict.UNDECIDED),
+        ([_check(Kind.MODEL, Finding.NOT_RUN, False)], (), Verdict.UNDECIDED),
+        ([_check(Kind.MODEL, Finding.NOT_APPLICABLE, False)], (), Verdict.PASS),
+    ],
+)
+def test_the_verdict_of_many_checks(
+    extra: list[CheckResult], asked: tuple[Kind, ...], verdict: Verdict
+) -> None:
+    assert judge_checks([*PASSING, *extra], asked).verdict is verdict
+
+
+def test_fewer_than_three_votes_are_undecided() -> None:
+    ruling = judge_checks([*PASSING[:2], _check(Kind.MODEL, Finding.PASS, False)])
+    assert ruling.verdict is Verdict.UNDECIDED
+    assert "2 tasks carry a signal" in ruling.reasons[0]
+    assert judge_checks([_check(Kind.SQL, Finding.REJECT)]).verdict is Verdict.REJECT
