@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -80,6 +80,13 @@ def evaluate(
             "--output", "-o", metavar="DIR", help="Write gate.json and the report (HTML) here."
         ),
     ] = None,
+    ledger: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Ledger of gates (JSONL).  [default: trivet/gates.jsonl of the state folder]",
+        ),
+    ] = None,
     threads: options.Threads = None,
     max_model_len: options.MaxModelLen = None,
     json: options.Json = False,
@@ -91,7 +98,13 @@ def evaluate(
     """
     from trivet.config import KVFormat, ModelConfig
     from trivet.errors import ConfigError
-    from trivet.evaluate import GateOptions, Verdict, evaluate_model, parse_kinds
+    from trivet.evaluate import (
+        GateOptions,
+        Verdict,
+        default_ledger,
+        evaluate_model,
+        parse_kinds,
+    )
 
     if gate is None:
         for name, value in (("task", task), ("tasks", tasks), ("budget", budget)):
@@ -136,6 +149,7 @@ def evaluate(
             loading=loading,
             progress=lambda done, total: bar.set(done / total),
             on_check=on_check,
+            ledger_path=ledger or default_ledger(),
         )
     _show(out, evaluation)
     if output is not None:
@@ -177,8 +191,21 @@ def _show(out: Output, evaluation: Evaluation) -> None:
                 for check in details.checks
             ],
         )
+    if evaluation.interaction is not None:
+        out.note(_interaction(evaluation.interaction))
     verdict = evaluation.gate
     if verdict is not None:
         out.note(
             f"{verdict.verdict.value}: {'; '.join(verdict.reasons)}. Next: {verdict.next_step}."
         )
+
+
+def _interaction(found: dict[str, Any]) -> str:
+    """One line on what a combination loses beyond its parts."""
+    names = " + ".join(f"{name}={value}" for name, value in found["variables"].items())
+    if found["missing"]:
+        return f"{names}: tested as one; alone not yet in the ledger: {', '.join(found['missing'])}"
+    terms = ", ".join(
+        f"{figure} {value:+.4f}" for figure, value in found["terms"].items() if value is not None
+    )
+    return f"{names}: tested as one; interaction beyond the sum of its parts: {terms}"

@@ -119,7 +119,7 @@ def read_task(path: Path) -> Task:
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
             raise CheckpointError(path, f"a task file has at most {_MAX_FILE_BYTES} bytes")
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # U+2028 is no line end in JSONL
     except OSError as error:
         raise CheckpointError(path, f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
