@@ -207,6 +207,7 @@ def test_a_tied_head_is_stored_once(tmp_path: Path) -> None:
     assert "lm_head.weight" not in names
     config = json.loads((tmp_path / "made" / "config.json").read_text())
     assert config["tie_word_embeddings"] is True
+    assert config["quantization_config"]["ignore"] == ["lm_head"]  # else loaders look for its codes
     assert open_model(resolve_model(tmp_path / "made")).spec.tied_embeddings
 
 
@@ -361,7 +362,7 @@ def test_a_failure_while_writing_leaves_nothing(
 
 
 def test_older_folders_have_their_config_beside(source: Path, tmp_path: Path) -> None:
-    """quantize_config.json of GPTQ, quant_config.json of AWQ with its own keys."""
+    """quantize_config.json of GPTQ, quant_config.json of AWQ with its own keys; their file names."""
     for case, name in (("gptq4", "quantize_config.json"), ("awq", "quant_config.json")):
         weights = _write(source, tmp_path / case, case)
         config_path = tmp_path / case / "config.json"
@@ -371,6 +372,8 @@ def test_older_folders_have_their_config_beside(source: Path, tmp_path: Path) ->
         if case == "awq":
             said = {"w_bit": 4, "q_group_size": 64, "zero_point": True, "version": "GEMM"}
         (tmp_path / case / name).write_text(json.dumps(said))
+        own_name = "gptq_model-4bit-64g.safetensors"
+        (tmp_path / case / "model.safetensors").rename(tmp_path / case / own_name)
         model = open_model(resolve_model(tmp_path / case))
         want = _values(weights[model.file_name("up", 1)])
         np.testing.assert_array_equal(to_float(model.matrix("up", 1)), want)

@@ -166,6 +166,7 @@ CASES: dict[str, tuple[str, Change, tuple[str, ...]]] = {
     "gptq group": ("gptq", _says("group_size", 0), ("group_size is 0",)),
     "gptq other group": ("gptq", _says("group_size", 64), ("qzeros", "has shape")),
     "gptq format": ("gptq", _says("checkpoint_format", "marlin"), ("marlin", "gptq, gptq_v2")),
+    "gptq marlin": ("gptq", _says("is_marlin_format", True), ("is_marlin_format is True",)),
     "gptq planar": ("gptq", _says("checkpoint_format", "gptq_p"), ("gptq_p",)),
     "gptq pack": ("gptq", _says("pack_dtype", "int16"), ("pack_dtype", "int32")),
     "gptq sym": ("gptq", _says("sym", "yes"), ("sym is 'yes'", "true or false")),

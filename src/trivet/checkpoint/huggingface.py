@@ -147,6 +147,9 @@ class HuggingFaceCheckpoint(Checkpoint):
         if single.is_file():
             return read_safetensors_header(single)
         if not index_path.is_file():
+            files = sorted(self.path.glob("*.safetensors"))
+            if len(files) == 1:  # quantizers of old named theirs gptq_model-4bit-128g and the like
+                return read_safetensors_header(files[0])
             raise CheckpointError(
                 self.path, "holds neither model.safetensors nor model.safetensors.index.json"
             )

@@ -162,6 +162,8 @@ def _write_tensors(
                 _require_finite(f"{module}.{suffix}", stored)
                 writer.add(f"{module}.{suffix}", stored)
         index = writer.finish()
+    if skipped is not None:  # loaders make a linear of a tied head, and must not look for its codes
+        shapes.unquantized.append(skipped.removesuffix(".weight"))
     if not shapes.weights:
         raise QuantError("no weight is given in a quantized form; nothing would be quantized")
     quantization = shapes.config(format, options)

@@ -198,6 +198,7 @@ class GPTQReader(FormatReader):
     def __init__(self, settings: Settings, stored: StoredTensors) -> None:
         self._stored = stored
         settings.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+        settings.choice("is_marlin_format", (False,), False)
         settings.choice("pack_dtype", ("int32",), "int32")
         self._symmetric = settings.flag("sym", True)
         self._desc_act = settings.flag("desc_act", False)
