@@ -288,6 +288,7 @@ def _settle(target: Path, candidate: Path, judged: dict[str, Any] | None) -> Pat
     if judged is not None:
         text = json.dumps(plain(judged), indent=1, allow_nan=False)
         (candidate / "gate.json").write_text(text + "\n", "utf-8")
+    shutil.rmtree(candidate / ".trivet", ignore_errors=True)  # the gate's packed cache
     candidate.rename(final)
     return final
 
