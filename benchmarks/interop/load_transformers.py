@@ -13,14 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 
 def main(job_file: str, out_file: str) -> None:
     """Load, run, write."""
     job = json.loads(Path(job_file).read_text())
     torch.set_num_threads(2)
-    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
+    config = json.loads((Path(job["model"]) / "config.json").read_text())
+    options = {}
+    if config["quantization_config"]["quant_method"] == "compressed-tensors":
+        # Decompressed as they load: compressed ones expect zero points that are not packed.
+        options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32, **options)
     model.eval().float()
     top: list[list[Any]] = []
     greedy = []
