@@ -14,7 +14,7 @@ from trivet.checkpoint.formats.stored import Stored
 from trivet.checkpoint.source import FloatMatrix
 from trivet.models.reference import to_float
 
-CASES = 3000  # of each layout
+CASES = 1000  # of each layout
 GROUPS = (16, 32, 64, 96, 128, 256, None)
 
 
