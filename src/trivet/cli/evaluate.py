@@ -11,6 +11,7 @@ from trivet.cli import options
 from trivet.cli.output import Output, number
 
 if TYPE_CHECKING:
+    from trivet.config import ModelConfig
     from trivet.evaluate import Evaluation, GateOptions
 
 
@@ -87,6 +88,12 @@ def evaluate(
             help="Ledger of gates (JSONL).  [default: trivet/gates.jsonl of the state folder]",
         ),
     ] = None,
+    sensitivity: Annotated[
+        bool,
+        typer.Option(
+            "--sensitivity", help="Quantize one weight at a time: which layer hurts the baseline?"
+        ),
+    ] = False,
     threads: options.Threads = None,
     max_model_len: options.MaxModelLen = None,
     json: options.Json = False,
@@ -126,6 +133,10 @@ def evaluate(
         )
         base_given["kv"] = KVFormat.parse(base_given["kv"])
         base_config = ModelConfig(model=base_name, **base_given)
+    if sensitivity:
+        if base_config is None:
+            raise ConfigError("sensitivity", True, "--baseline MODEL2 or --baseline-weights F2")
+        return _show_sensitivity(Output(json), config, base_config, corpus, max_tokens)
     asked: GateOptions | None = None
     if gate is not None:
         asked = GateOptions(
@@ -160,6 +171,34 @@ def evaluate(
     out.result(evaluation.as_json())
     verdict = evaluation.gate
     return 0 if verdict is None or verdict.verdict is Verdict.PASS else 1
+
+
+def _show_sensitivity(
+    out: Output,
+    config: ModelConfig,
+    baseline: ModelConfig,
+    corpus: list[Path] | None,
+    max_tokens: int | None,
+) -> int:
+    """Print the units of a model, the most harmful first."""
+    from trivet.evaluate import evaluate_sensitivity
+
+    with out.loading() as loading, out.progress("sensitivity", 1.0) as bar:
+        found = evaluate_sensitivity(
+            config,
+            baseline,
+            corpora=corpus,
+            max_tokens=max_tokens or 256,
+            loading=loading,
+            progress=lambda done, total: bar.set(done / total),
+        )
+    out.table(
+        f"{config.model}  each weight alone as {found['weights']}",
+        ("weight", "mean KL", "bytes saved"),
+        [(unit["name"], number(unit["mean_kl"]), unit["saved_bytes"]) for unit in found["units"]],
+    )
+    out.result(found)
+    return 0
 
 
 def _show(out: Output, evaluation: Evaluation) -> None:

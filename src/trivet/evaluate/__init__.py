@@ -30,7 +30,7 @@ from trivet.evaluate.quality import (
 )
 from trivet.evaluate.report import write_gate
 from trivet.evaluate.results import CheckResult, Finding, Kind, Verdict
-from trivet.evaluate.run import Evaluation, evaluate_model, new_scorer
+from trivet.evaluate.run import Evaluation, evaluate_model, evaluate_sensitivity, new_scorer
 from trivet.evaluate.scoring import Scorer, Window, make_windows, score_windows
 from trivet.evaluate.task import Task, load_tasks, parse_kinds
 
@@ -54,6 +54,7 @@ __all__ = [
     "default_ledger",
     "encode_corpora",
     "evaluate_model",
+    "evaluate_sensitivity",
     "judge_checks",
     "judge_corpora",
     "load_corpora",

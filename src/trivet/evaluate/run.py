@@ -24,6 +24,7 @@ from trivet.evaluate.quality import (
     measure_quality,
 )
 from trivet.evaluate.scoring import Scorer
+from trivet.evaluate.sensitivity import measure_sensitivity
 from trivet.evaluate.subject import LocalSubject
 from trivet.loader import LoadedModel, Progress, load_model
 
@@ -160,6 +161,38 @@ def evaluate_model(
     if details is None:
         return evaluation
     return _with_next_step(evaluation, model, ledger_path)
+
+
+def evaluate_sensitivity(
+    config: ModelConfig,
+    baseline: ModelConfig,
+    *,
+    corpora: Sequence[str | Path] | None = None,
+    max_tokens: int = 256,
+    loading: Progress | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Which weight hurts: each alone in the candidate's format, KL on a short text.
+
+    The text is the beginning of the first corpus. Raises ConfigError: other architectures.
+    """
+    text = load_corpora(corpora)[0]
+    base, model = load_model(baseline, loading), load_model(config, loading)
+    if base.packed.spec.to_json() != model.packed.spec.to_json():
+        raise ConfigError("baseline", baseline.model, "a model of the same architecture")
+    length = min(max_tokens, base.runner.max_positions)
+    ids = base.tokenizer.encode(text.text[: 24 * length])[:length]
+    units = measure_sensitivity(model, base, ids, progress)
+    return {
+        "model": config.model,
+        "weights": model.weights_form,
+        "baseline": baseline.model,
+        "baseline_weights": base.weights_form,
+        "corpus": text.name,
+        "sha256": text.sha256,
+        "tokens": len(ids),
+        "units": [unit.as_json() for unit in units],
+    }
 
 
 def _with_next_step(

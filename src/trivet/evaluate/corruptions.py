@@ -1,0 +1,267 @@
+"""Seeded damage of loaded models: what users met in broken checkpoints, each at its smallest extent.
+
+For tests and benchmarks of the gate. A model's packed file is copied into memory and one place of it
+changed; nothing on disk is touched. `CORRUPTIONS` names the kinds; a kind that a format cannot have
+(a zero point where there is none) changes what the format has in its place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+import random
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trivet import native
+from trivet.checkpoint.packed import PackedFile
+from trivet.config import KVFormat
+from trivet.loader import LoadedModel
+from trivet.native.api import ModelRunner
+from trivet.native.packing import pack, unpack
+from trivet.native.weights import WeightTensor, dequantize
+from trivet.quant.rtn import convert
+
+
+def corrupted(model: LoadedModel, kind: str, seed: int) -> LoadedModel:
+    """A copy of a model with one kind of damage, drawn by the seed. The file on disk stays as it is."""
+    packed = model.packed
+    memory = mmap.mmap(-1, len(packed.buffer))
+    memory[:] = bytes(packed.buffer)
+    file = dataclasses.replace(packed.file, buffer=memoryview(memory))
+    damage = _Damage(file, memory, random.Random(f"{kind} {seed}"))
+    CORRUPTIONS[kind](damage)
+    broken = dataclasses.replace(packed, file=file, _tokenizers=[model.tokenizer])
+    runner = native.load_model(broken, threads=model.threads, kv=KVFormat(model.config.kv))
+    return dataclasses.replace(model, packed=broken, runner=cast(ModelRunner, runner))
+
+
+@dataclasses.dataclass
+class _Damage:
+    """The file being damaged, its bytes, and the draw of the place."""
+
+    file: PackedFile
+    memory: mmap.mmap
+    rng: random.Random
+
+    @property
+    def num_layers(self) -> int:
+        return sum(name.endswith(".qkv") for name in self.file.tensors)
+
+    def name(self, *roles: str) -> str:
+        """A weight of a layer drawn by chance."""
+        role = self.rng.choice(roles or ("qkv", "o", "gate_up", "down"))
+        return f"layers.{self.rng.randrange(self.num_layers)}.{role}"
+
+    def weight(self, name: str) -> WeightTensor:
+        found = unpack(self.file.weight(name))
+        return dataclasses.replace(
+            found,
+            codes=found.codes.copy(),
+            scales=None if found.scales is None else found.scales.copy(),
+            minima=None if found.minima is None else found.minima.copy(),
+            zeros=None if found.zeros is None else found.zeros.copy(),
+        )
+
+    def store(self, name: str, weight: WeightTensor) -> None:
+        """Write a weight of the same layout back."""
+        tensor = self.file.tensors[name]
+        view = np.frombuffer(self.memory, np.uint8)
+        for part, array in pack(weight).arrays.items():
+            raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            start = getattr(tensor, part)
+            view[start : start + len(raw)] = raw
+
+    def floats(self, name: str) -> NDArray[np.float32]:
+        """A writable view of a float tensor."""
+        tensor = self.file.tensors[name]
+        return np.frombuffer(self.memory, np.float32, tensor.n * tensor.k, tensor.codes)
+
+    def group(self, weight: WeightTensor) -> tuple[int, int, slice]:
+        """(row, group, columns) of one group that is not all zero."""
+        size = weight.format.group_size or 32
+        while True:
+            row = self.rng.randrange(weight.shape[0])
+            group = self.rng.randrange(-(-weight.shape[1] // size))
+            columns = slice(group * size, min(weight.shape[1], (group + 1) * size))
+            if len(np.unique(weight.codes[row, columns])) > 4:
+                return row, group, columns
+
+
+def _in_group(change: Callable[[_Damage, WeightTensor, int, int, slice], None]) -> Any:
+    """Damage of one group of one weight."""
+
+    def run(damage: _Damage) -> None:
+        name = damage.name()
+        weight = damage.weight(name)
+        change(damage, weight, *damage.group(weight))
+        damage.store(name, weight)
+
+    return run
+
+
+def _limits(weight: WeightTensor) -> tuple[int, int]:
+    return (0, 15) if weight.format.bits == 4 else (-127, 127)
+
+
+def _zero_off_by_one(d: _Damage, w: WeightTensor, row: int, group: int, columns: slice) -> None:
+    if w.zeros is not None:
+        w.zeros[row, group] = (w.zeros[row, group] + 1) % 16
+    else:
+        codes = w.codes[row, columns].astype(np.int16) + 1
+        w.codes[row, columns] = np.clip(codes, *_limits(w))
+
+
+def _nibbles_swapped(d: _Damage, w: WeightTensor, row: int, group: int, columns: slice) -> None:
+    codes = w.codes[row, columns].copy()
+    even = len(codes) // 2 * 2
+    codes[0:even:2], codes[1:even:2] = codes[1:even:2].copy(), codes[0:even:2].copy()
+    w.codes[row, columns] = codes
+
+
+def _reversed(d: _Damage, w: WeightTensor, row: int, group: int, columns: slice) -> None:
+    w.codes[row, columns] = w.codes[row, columns][::-1].copy()
+
+
+def _sign_flipped(d: _Damage, w: WeightTensor, row: int, group: int, columns: slice) -> None:
+    if w.scales is not None:
+        at = group if w.scales.shape[1] > 1 else 0
+        w.scales[row, at] = -w.scales[row, at]
+
+
+def _scale(value: float) -> Callable[[_Damage, WeightTensor, int, int, slice], None]:
+    def change(d: _Damage, w: WeightTensor, row: int, group: int, columns: slice) -> None:
+        if w.scales is not None:
+            at = group if w.scales.shape[1] > 1 else 0
+            with np.errstate(over="ignore", invalid="ignore"):
+                w.scales[row, at] = w.scales[row, at] * value
+
+    return change
+
+
+def _group_shift(d: _Damage) -> None:
+    """The scales of one row belong to the next group."""
+    name = d.name()
+    weight = d.weight(name)
+    row, *_ = d.group(weight)
+    if weight.scales is not None:
+        axis = 0 if weight.scales.shape[1] == 1 else 1
+        if axis:
+            weight.scales[row] = np.roll(weight.scales[row], 1)
+        else:
+            weight.scales[:] = np.roll(weight.scales, 1, axis=0)
+    d.store(name, weight)
+
+
+def _transposed_scales(d: _Damage) -> None:
+    name = d.name()
+    weight = d.weight(name)
+    if weight.scales is not None:
+        weight.scales[:] = weight.scales.T.reshape(weight.scales.shape)
+    d.store(name, weight)
+
+
+def _quantized_twice(d: _Damage) -> None:
+    """One weight was rounded to 4 bits before it came into its format."""
+    from trivet.config import WeightFormat
+
+    name = d.name()
+    weight = d.weight(name)
+    first = convert(dequantize(weight), WeightFormat(4, 64)).weight
+    d.store(name, convert(dequantize(first), weight.format).weight)
+
+
+def _heads_swapped(d: _Damage) -> None:
+    """The rows of q were permuted for another kind of rope, in one layer."""
+    name = d.name("qkv")
+    weight = d.weight(name)
+    half = weight.shape[0] // 2 // 2 * 2
+    order = np.arange(half).reshape(2, -1).T.reshape(-1)
+    for part in (weight.codes, weight.scales, weight.minima, weight.zeros):
+        if part is not None:
+            part[:half] = part[:half][order]
+    d.store(name, weight)
+
+
+def _layer_of_another(d: _Damage) -> None:
+    """One weight comes from another layer: a shard of another model or a wrong index."""
+    name = d.name()
+    number = int(name.split(".")[1])
+    other = name.replace(f".{number}.", f".{(number + 1) % d.num_layers}.")
+    d.store(name, d.weight(other))
+
+
+def _truncated(d: _Damage) -> None:
+    """The last rows of one weight are zeros: a shard that ended early."""
+    name = d.name()
+    weight = d.weight(name)
+    weight.codes[-1:] = 8 if weight.format.bits == 4 and weight.minima is None else 0
+    if weight.scales is not None:
+        weight.scales[-1:] = 0
+    d.store(name, weight)
+
+
+def _table_row(d: _Damage) -> None:
+    """The embedding of one token is another token's."""
+    weight = d.weight("head")
+    row = d.rng.randrange(weight.shape[0] - 1)
+    for part in (weight.codes, weight.scales, weight.minima, weight.zeros):
+        if part is not None:
+            part[row] = part[row + 1]
+    d.store("head", weight)
+
+
+def _norm(change: Callable[[NDArray[np.float32], int], None], role: str) -> Any:
+    def run(damage: _Damage) -> None:
+        layer = damage.rng.randrange(damage.num_layers)
+        values = damage.floats(f"layers.{layer}.{role}" if role != "final_norm" else role)
+        change(values, damage.rng.randrange(len(values)))
+
+    return run
+
+
+def _nan(values: NDArray[np.float32], at: int) -> None:
+    values[at] = np.nan
+
+
+def _doubled(values: NDArray[np.float32], at: int) -> None:
+    values[at] *= 2
+
+
+def _minus_one(values: NDArray[np.float32], at: int) -> None:
+    values -= 1  # a norm stored as 1 + w and folded as w
+
+
+def _rope(d: _Damage) -> None:
+    """Another rope base."""
+    for name in ("rope.cos", "rope.sin"):
+        values = d.floats(name)
+        values[len(values) // 2 :] = values[: len(values) - len(values) // 2]
+
+
+CORRUPTIONS: dict[str, Callable[[_Damage], None]] = {
+    "zero off by one, one group": _in_group(_zero_off_by_one),
+    "nibbles swapped, one group": _in_group(_nibbles_swapped),
+    "order of columns, one group": _in_group(_reversed),
+    "sign of a scale, one group": _in_group(_sign_flipped),
+    "scale is NaN, one group": _in_group(_scale(float("nan"))),
+    "scale overflows, one group": _in_group(_scale(float("inf"))),
+    "scale is zero, one group": _in_group(_scale(0.0)),
+    "scale doubled, one group": _in_group(_scale(2.0)),
+    "scale inverted twice, one group": _in_group(_scale(1.25)),
+    "scales shifted by a group, one row": _group_shift,
+    "scales transposed, one weight": _transposed_scales,
+    "quantized twice, one weight": _quantized_twice,
+    "rows of q permuted, one layer": _heads_swapped,
+    "weight of another layer": _layer_of_another,
+    "shard cut, one row": _truncated,
+    "embedding of one token": _table_row,
+    "norm is NaN, one channel": _norm(_nan, "attn_norm"),
+    "norm doubled, one channel": _norm(_doubled, "mlp_norm"),
+    "norm folded without 1, one layer": _norm(_minus_one, "attn_norm"),
+    "final norm doubled, one channel": _norm(_doubled, "final_norm"),
+    "rope of another base": _rope,
+}

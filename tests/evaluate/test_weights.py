@@ -1,0 +1,68 @@
+"""Damage of one group is found in the weights, and good formats are not accused."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import pytest
+
+from trivet.config import ModelConfig
+from trivet.evaluate.checks import weights
+from trivet.evaluate.corruptions import CORRUPTIONS, corrupted
+from trivet.evaluate.results import Finding
+from trivet.evaluate.sensitivity import measure_sensitivity
+from trivet.loader import LoadedModel, load_model
+
+TEXT_IDS = [(7 * at) % 300 + 3 for at in range(96)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from support import tiny_models
+
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    tiny_models.build_folder(path, "smollm2")
+    return path
+
+
+@functools.cache
+def _load(folder: Path, form: str) -> LoadedModel:
+    return load_model(ModelConfig(model=str(folder), weights=form, threads=1))
+
+
+@pytest.mark.parametrize("form", ["bf16", "w8a8", "w8a8-g32", "w4a8-g32", "w4a8-g32-zp"])
+def test_good_formats_pass(folder: Path, form: str) -> None:
+    found = weights.check(_load(folder, form), _load(folder, "bf16"), TEXT_IDS)
+    assert found.finding is Finding.PASS, found.reason
+    assert found.metrics["groups"] > 100
+
+
+@pytest.mark.parametrize("form", ["w8a8-g32", "w4a8-g32"])
+@pytest.mark.parametrize("kind", CORRUPTIONS)
+def test_the_smallest_damage_is_found(folder: Path, kind: str, form: str) -> None:
+    broken = corrupted(_load(folder, form), kind, seed=1)
+    found = weights.check(broken, _load(folder, "bf16"), TEXT_IDS)
+    assert found.finding is Finding.REJECT, found.metrics
+
+
+def test_another_format_than_asked_for_is_named(folder: Path) -> None:
+    model = _load(folder, "w8a8-g32")
+    claimed = dataclasses.replace(
+        model, config=dataclasses.replace(model.config, weights="w4a8-g32")
+    )
+    found = weights.check(claimed, _load(folder, "bf16"), TEXT_IDS)
+    assert found.finding is Finding.REJECT
+    assert "not w4a8-g32" in found.reason
+
+
+def test_sensitivity_names_the_damaged_unit_first(folder: Path) -> None:
+    base = _load(folder, "bf16")
+    model = corrupted(_load(folder, "w8a8-g32"), "weight of another layer", seed=3)
+    units = measure_sensitivity(model, base, TEXT_IDS)
+    assert len(units) == 4 * base.packed.spec.num_layers
+    found = weights.check(model, base, TEXT_IDS)
+    assert units[0].mean_kl > 5 * units[1].mean_kl
+    assert units[0].name in str(found.metrics["unlike"]) + found.reason
+    assert all(unit.saved_bytes > 0 for unit in units)
