@@ -368,7 +368,7 @@ def _mixed(settings: _Settings, plan: Plan, low: Target, mixed: str, max_bytes: 
     tokenizer = Tokenizer(settings.model.tokenizer_data(), settings.source.path)
     texts = build_calibration(
         tokenizer,
-        settings.traffic,
+        None if settings.traffic is None else Path(settings.traffic),
         samples=4,
         window=min(settings.window, 128),
         general_share=settings.general_share,

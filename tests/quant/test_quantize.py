@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +126,22 @@ def test_a_killed_run_goes_on_and_gives_the_same_bytes(
     assert done.outcome is not None
     assert done.outcome.resumed == 1
     assert hashes(tmp_path / "out") == whole
+
+
+def test_a_process_killed_outright_leaves_nothing_half_done(source: Path, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "trivet", "quantize", str(source), "--group-size", "32"]
+    words += ["--samples", "12", "--window", "64", "--gate", "off", "--threads", "2"]
+    out, partial = tmp_path / "out", tmp_path / "out.candidate.partial"
+    for layer in (0, 1):
+        process = subprocess.Popen([*words, "-o", str(out)], stderr=subprocess.DEVNULL)
+        while process.poll() is None and not (partial / f"layer-{layer:04d}.npz").exists():
+            time.sleep(0.002)
+        process.kill()
+        process.wait()
+    if not out.exists():  # a fast machine may have been done before it was killed
+        subprocess.run([*words, "-o", str(out)], check=True, stderr=subprocess.DEVNULL)
+    quantize(source, tmp_path / "whole", method="gptq", **QUICK)
+    assert hashes(out) == hashes(tmp_path / "whole")
 
 
 def test_another_seed_does_not_take_over_old_layers(source: Path, tmp_path: Path) -> None:
