@@ -17,7 +17,8 @@ GATE_FILE = "gate.json"
 REPORT_FILE = "gate.html"
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72em; margin: 2em auto; padding: 0 1em; }
-table { border-collapse: collapse; } td, th { padding: .2em .7em; text-align: left; vertical-align: top; }
+table { border-collapse: collapse; }
+td, th { padding: .2em .7em; text-align: left; vertical-align: top; }
 tr { border-bottom: 1px solid #ddd; } pre { white-space: pre-wrap; margin: 0; }
 .pass { color: #060; } .reject { color: #a00; } .undecided { color: #850; } mark { background: #fd8; }
 """
@@ -39,7 +40,7 @@ def write_gate(evaluation: Evaluation, folder: Path) -> Path:
 
 
 def render_html(found: dict[str, Any]) -> str:
-    """The report of a gate file: one page, no scripts, nothing from elsewhere. All texts are escaped."""
+    """The report of a gate file: one page without scripts; all texts are escaped."""
     verdict = str(found.get("verdict"))
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8>",

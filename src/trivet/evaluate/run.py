@@ -128,7 +128,10 @@ def evaluate_model(
     details = None
     if options is not None and base is not None:
         details = _gate(model, base, texts, options, context, stride, on_check)
-    max_tokens = details.sizes.corpus_tokens if details is not None else max_tokens or MAX_TOKENS
+    if details is not None:
+        max_tokens = details.sizes.corpus_tokens
+    elif max_tokens is None:
+        max_tokens = MAX_TOKENS
     if details is not None and details.quality is not None:
         report = details.quality
     else:
