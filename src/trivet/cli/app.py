@@ -13,7 +13,16 @@ import typer
 from trivet.cli.hints import hint_for
 from trivet.errors import EngineError, RequestError, TrivetError
 
-VERBS = ("info", "generate", "chat", "serve", "quantize", "evaluate", "ladder", "bench")  # as help lists them
+VERBS = (
+    "info",
+    "generate",
+    "chat",
+    "serve",
+    "quantize",
+    "evaluate",
+    "ladder",
+    "bench",
+)  # as help lists them
 
 # typer carries its own copy of click in some versions; its exceptions are found through BadParameter.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
