@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from trivet.errors import EngineError
 from trivet.evaluate.checks.judge import Answer, judge_answers
 from trivet.evaluate.gate import judge_checks
+from trivet.evaluate.gating import SIZES, Gate, GateOptions
 from trivet.evaluate.results import CheckResult, Finding, Kind, Verdict
 
 
@@ -77,3 +79,26 @@ def test_fewer_than_three_votes_are_undecided() -> None:
     assert ruling.verdict is Verdict.UNDECIDED
     assert "2 tasks carry a signal" in ruling.reasons[0]
     assert judge_checks([_check(Kind.SQL, Finding.REJECT)]).verdict is Verdict.REJECT
+
+
+def test_a_short_budget_shrinks_the_amounts_and_keeps_the_contexts() -> None:
+    whole = SIZES["fast"]
+    half = whole.scaled(0.5)
+    assert half.task_items == whole.task_items // 2
+    assert half.corpus_tokens == whole.corpus_tokens // 2
+    assert half.passkey_tokens == whole.passkey_tokens
+    assert whole.scaled(0.001).task_items == 2
+
+
+def test_a_check_after_the_budget_or_in_error_is_named_and_not_run() -> None:
+    def fails() -> list[CheckResult]:
+        raise EngineError("broken")
+
+    for budget, reason in ((None, "could not run: broken"), (1e-9, "the budget")):
+        gate = Gate(GateOptions(budget_s=budget), SIZES["fast"])
+        gate.add("some check", Kind.MATHS, fails)
+        gate.run()
+        [found] = gate.checks
+        assert found.finding is Finding.NOT_RUN
+        assert reason in found.reason
+        assert judge_checks([*PASSING, found]).verdict is Verdict.UNDECIDED

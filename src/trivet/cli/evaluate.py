@@ -113,6 +113,11 @@ def evaluate(
         parse_kinds,
     )
 
+    for name, value in (("model", model), ("baseline", baseline)):
+        if value is not None and value.startswith(("http://", "https://")):
+            raise ConfigError(
+                name, value, "a model on this machine; endpoints are not measured yet"
+            )
     if gate is None:
         for name, value in (("task", task), ("tasks", tasks), ("budget", budget)):
             if value:

@@ -1,8 +1,8 @@
 """Run the checks of a gate on a candidate and its baseline, and keep what they found.
 
 Sizes of the checks are fixed numbers of tokens and items, so that a gate run again gives the same
-figures; an explicit budget scales them by steps, from a measured rate, and a check that would begin
-after the budget is spent is named as not run.
+figures. A budget shorter than the size's own makes them smaller in proportion, and a check that would
+begin after the budget is spent is named as not run.
 """
 
 from __future__ import annotations
@@ -208,6 +208,8 @@ def run_gate(
     sizes = SIZES[options.size]
     if options.corpus_tokens is not None:
         sizes = dataclasses.replace(sizes, corpus_tokens=options.corpus_tokens)
+    if options.budget_s is not None:
+        sizes = sizes.scaled(min(1.0, options.budget_s / _BUDGETS_S[options.size]))
     gate = Gate(options, sizes, progress)
     encoded = encode_corpora(
         baseline.model.tokenizer, corpora, max_tokens=sizes.corpus_tokens, context=context,
