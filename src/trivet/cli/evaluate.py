@@ -113,8 +113,8 @@ def evaluate(
         parse_kinds,
     )
 
-    for name, value in (("model", model), ("baseline", baseline)):
-        if value is not None and value.startswith(("http://", "https://")):
+    for field, url in (("model", model), ("baseline", baseline)):
+        if url is not None and url.startswith(("http://", "https://")):
             raise ConfigError(
                 name, value, "a model on this machine; endpoints are not measured yet"
             )
