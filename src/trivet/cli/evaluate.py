@@ -115,9 +115,7 @@ def evaluate(
 
     for field, url in (("model", model), ("baseline", baseline)):
         if url is not None and url.startswith(("http://", "https://")):
-            raise ConfigError(
-                name, value, "a model on this machine; endpoints are not measured yet"
-            )
+            raise ConfigError(field, url, "a model on this machine; endpoints are not measured yet")
     if gate is None:
         for name, value in (("task", task), ("tasks", tasks), ("budget", budget)):
             if value:
