@@ -15,15 +15,15 @@ from trivet.checkpoint.ggml import kquants, legacy
 from trivet.checkpoint.ggml.blocks import FLOAT_TYPES, TYPES, BlockType
 from trivet.errors import QuantError
 
-Float32 = NDArray[np.float32]
-Bytes = NDArray[np.uint8]
+_Float32 = NDArray[np.float32]
+_Bytes = NDArray[np.uint8]
 
 __all__ = ["FLOAT_TYPES", "TYPES", "BlockType", "decode", "encode"]
 
 _RUN_VALUES = 1 << 17  # values worked on at once: bounded memory, and numpy calls worth their cost
 
 
-def decode(kind: str, raw: Bytes) -> Float32:
+def decode(kind: str, raw: _Bytes) -> _Float32:
     """Values float32 [N, K] of rows of blocks uint8 [N, bytes of a row], bit for bit ggml's."""
     form = TYPES[kind]
     rows = len(raw)
@@ -37,7 +37,7 @@ def decode(kind: str, raw: Bytes) -> Float32:
     return values.reshape(rows, -1)
 
 
-def encode(kind: str, x: Float32, importance: Float32 | None = None) -> Bytes:
+def encode(kind: str, x: _Float32, importance: _Float32 | None = None) -> _Bytes:
     """Rows of blocks uint8 [N, bytes of a row] of values float32 [N, K].
 
     K           a multiple of the type's block
@@ -70,7 +70,7 @@ def _runs(num_blocks: int, values: int) -> list[tuple[int, int]]:
     return [(at, min(at + step, num_blocks)) for at in range(0, num_blocks, step)]
 
 
-def _block_weights(family: Any, x: Float32, importance: Float32, values: int) -> Any:
+def _block_weights(family: Any, x: _Float32, importance: _Float32, values: int) -> Any:
     """A function of a run of blocks [begin, end) that gives the weights of its values.
 
     The 32-value types also weigh a value by its own size and its row's, as ggml does; k-quants do so
@@ -86,9 +86,9 @@ def _block_weights(family: Any, x: Float32, importance: Float32, values: int) ->
     sizes = np.einsum("ij,ij->i", x, x) / np.float32(columns) if family is legacy else None
     blocks = x.reshape(-1, values)
 
-    def weights(begin: int, end: int) -> Float32:
+    def weights(begin: int, end: int) -> _Float32:
         index = np.arange(begin, end)
-        run: Float32 = by_block[index % per_row]
+        run: _Float32 = by_block[index % per_row]
         if sizes is not None:
             size = sizes[index // per_row][:, None].astype(np.float32)
             run = run * np.sqrt(size + blocks[begin:end] ** 2)
@@ -97,7 +97,7 @@ def _block_weights(family: Any, x: Float32, importance: Float32, values: int) ->
     return weights
 
 
-def _float_values(kind: str, raw: Bytes) -> Float32:
+def _float_values(kind: str, raw: _Bytes) -> _Float32:
     if kind == "F32":
         return raw.view("<f4")
     if kind == "F16":
@@ -105,7 +105,7 @@ def _float_values(kind: str, raw: Bytes) -> Float32:
     return (raw.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def _float_bytes(kind: str, x: Float32) -> Bytes:
+def _float_bytes(kind: str, x: _Float32) -> _Bytes:
     x = np.ascontiguousarray(x, np.float32)
     if kind == "F32":
         return x.view(np.uint8)
