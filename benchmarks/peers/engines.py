@@ -23,7 +23,7 @@ MAX_CONTEXT = 4096 + 128
 class Form:
     """One engine with weights and KV of one width.
 
-    pair   the form of Trivet's it stands beside: 4, 8 or 16 bits of weights
+    bits   of a weight: forms of as many bits are compared as a pair
     fixed  settings that make this form what it is and are not searched
     main   part of the short table
     """
@@ -64,8 +64,8 @@ FORMS = (
     Form("openvino Q8_0", "openvino", 8, "Q8_0"),
     Form("openvino F16", "openvino", 16, "F16"),
     Form("vllm bf16", "vllm", 16, "hf", {"dtype": "bfloat16"}),
-    Form("vllm f32", "vllm", 16, "hf", {"dtype": "float32"}, main=False),
-    Form("transformers f32", "transformers", 16, "hf", {"dtype": "float32"}, main=False),
+    Form("vllm f32", "vllm", 32, "hf", {"dtype": "float32"}, main=False),
+    Form("transformers f32", "transformers", 32, "hf", {"dtype": "float32"}, main=False),
     Form("fake", "fake", 16, "none", main=False),
 )
 
