@@ -15,7 +15,7 @@ ROOT = Path(trivet.__file__).parent
 # A part imports only parts of earlier rows and itself.
 ORDER = [
     ["errors", "json_values", "lazy", "text"],
-    ["config"],
+    ["config", "files"],
     ["request", "sizing", "recipe"],
     ["native"],
     ["checkpoint"],
