@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from support.toy_model import make_toy_model
 from trivet.errors import EngineError
+from trivet.evaluate import sandbox
+from trivet.evaluate.builtin_tasks import builtin_tasks
 from trivet.evaluate.checks.judge import Answer, judge_answers
 from trivet.evaluate.gate import judge_checks
-from trivet.evaluate.gating import SIZES, Gate, GateOptions
+from trivet.evaluate.gating import SIZES, Gate, GateOptions, add_tasks, finish
 from trivet.evaluate.results import CheckResult, Finding, Kind, Verdict
+from trivet.evaluate.subject import LocalSubject
+from trivet.evaluate.task import Form
 
 
 def _judge(baseline: list[Answer], candidate: list[Answer], chance: float = 0.25) -> CheckResult:
@@ -88,6 +93,33 @@ def test_a_short_budget_shrinks_the_amounts_and_keeps_the_contexts() -> None:
     assert half.corpus_tokens == whole.corpus_tokens // 2
     assert half.passkey_tokens == whole.passkey_tokens
     assert whole.scaled(0.001).task_items == 2
+
+
+def test_code_that_cannot_be_isolated_has_no_signal_and_no_vote(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lacking = {"network": None, "error": "unshare: not permitted"}
+    monkeypatch.setattr(sandbox, "isolation", lambda: lacking)
+    [task] = [task for task in builtin_tasks(0, 2) if task.form is Form.CODE]
+    gate = Gate(GateOptions(), SIZES["fast"])
+    model = LocalSubject(make_toy_model(), 64)
+    add_tasks(gate, model, model, [task])
+    gate.run()
+    [found] = gate.checks
+    assert (found.finding, found.votes) == (Finding.NO_SIGNAL, False)
+    assert "no isolation of network, root, user, limits (unshare: not permitted)" in found.reason
+    report = finish(gate, [task], None)
+    assert report.as_json()["sandbox"] == lacking
+    assert report.result.verdict is Verdict.UNDECIDED
+    assert judge_checks([*PASSING, found]).verdict is Verdict.PASS
+
+
+def test_the_gate_says_what_isolated_its_code() -> None:
+    tasks = builtin_tasks(0, 2)
+    gate = Gate(GateOptions(), SIZES["fast"])
+    assert finish(gate, tasks, None).as_json()["sandbox"] == sandbox.isolation()
+    plain = [task for task in tasks if task.form is not Form.CODE]
+    assert finish(gate, plain, None).as_json()["sandbox"] is None
 
 
 def test_a_check_after_the_budget_or_in_error_is_named_and_not_run() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trivet.errors import ConfigError, EngineError
+from trivet.evaluate import sandbox
 from trivet.evaluate.builtin_tasks import builtin_tasks, held_out_prompts
 from trivet.evaluate.checks import (
     answers,
@@ -33,15 +34,15 @@ from trivet.evaluate.corpora import Corpus
 from trivet.evaluate.gate import GateResult, judge_checks
 from trivet.evaluate.quality import EncodedCorpus, Quality, QualityReport, encode_corpora
 from trivet.evaluate.results import CheckResult, Finding, Kind
-from trivet.evaluate.sandbox import SandboxError
 from trivet.evaluate.scoring import TokenFigures, make_windows, score_tokens
 from trivet.evaluate.subject import LocalSubject, Prompt, Subject
-from trivet.evaluate.task import Task, load_tasks
+from trivet.evaluate.task import Form, Task, load_tasks
 
 FORMAT_VERSION = 1
 _CHARS_PER_TOKEN = 8  # text tokenized for each token wanted of the long text
 _SIGNIFICANCE = 0.05  # of all tasks together
-_BUDGETS_S = {"fast": 110.0, "full": 840.0}  # of the demo model on two cores; scales are from these
+# Rough times of the sizes on the demo model and two cores, a guess; a shorter budget scales them down.
+_BUDGETS_S = {"fast": 110.0, "full": 840.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +102,10 @@ class GateOptions:
 
 @dataclasses.dataclass(frozen=True)
 class GateReport:
-    """Everything a gate found. `result` is the contract's part of it."""
+    """Everything a gate found. `result` is the contract's part of it.
+
+    sandbox  the isolation that code ran in, `trivet.evaluate.sandbox.isolation`; None: no task had code
+    """
 
     result: GateResult
     checks: list[CheckResult]
@@ -112,6 +116,7 @@ class GateReport:
     options: GateOptions
     seconds: float
     texts: list[dict[str, Any]]
+    sandbox: dict[str, Any] | None
 
     def as_json(self) -> dict[str, Any]:
         """The gate file, less what the caller knows of the models and corpora."""
@@ -128,6 +133,7 @@ class GateReport:
             "budget_s": self.options.budget_s,
             "seconds": self.seconds,
             "python": platform.python_version(),
+            "sandbox": self.sandbox,
             "side_by_side": self.texts,
         }
 
@@ -168,7 +174,7 @@ class Gate:
                 continue
             try:
                 found = run()
-            except (EngineError, SandboxError, ConfigError) as error:
+            except (EngineError, sandbox.SandboxError, ConfigError) as error:
                 reason = f"{name}: could not run: {error}"
                 found = [CheckResult(name, name, kind, Finding.NOT_RUN, reason)]
             took = (time.monotonic() - begin) / max(1, len(found))
@@ -277,6 +283,8 @@ def add_tasks(gate: Gate, candidate: Subject, baseline: Subject, tasks: Sequence
     for task in tasks:
 
         def compare(task: Task = task) -> list[CheckResult]:
+            if task.form is Form.CODE and not sandbox.is_isolated():
+                return [_no_sandbox(task)]
             answers = [answer_task(subject, task) for subject in (baseline, candidate)]
             return [
                 judge_answers(
@@ -286,6 +294,15 @@ def add_tasks(gate: Gate, candidate: Subject, baseline: Subject, tasks: Sequence
             ]  # fmt: skip
 
         gate.add(task.name, task.kind, compare)
+
+
+def _no_sandbox(task: Task) -> CheckResult:
+    """Code is never run without isolation; the task has no say then."""
+    found = sandbox.isolation()
+    reason = f"{task.name}: code is not run: {sandbox.shortcoming(found)}"
+    return CheckResult(
+        task.form.value, task.name, task.kind, Finding.NO_SIGNAL, reason, {"sandbox": found}
+    )
 
 
 def finish(gate: Gate, tasks: Sequence[Task], quality: QualityReport | None) -> GateReport:
@@ -324,6 +341,7 @@ def finish(gate: Gate, tasks: Sequence[Task], quality: QualityReport | None) -> 
         options=gate.options,
         seconds=time.monotonic() - gate.started,
         texts=gate.texts,
+        sandbox=sandbox.isolation() if any(task.form is Form.CODE for task in tasks) else None,
     )
 
 

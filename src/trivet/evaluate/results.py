@@ -18,9 +18,10 @@ class Verdict(enum.StrEnum):
 class Finding(enum.StrEnum):
     """What one check says. Only the first three bear on a verdict by themselves.
 
-    no_signal       the baseline itself is not above chance: the task has no vote
+    no_signal       the task has no vote: the baseline itself is not above chance, or nothing here
+                    isolates the code that it would run
     not_run         it could not run here, and is named: the verdict is at most undecided
-    not_applicable  it has nothing to look at, such as files of a model behind a URL
+    not_applicable  it has nothing to look at, or is for reading
     """
 
     PASS = "pass"

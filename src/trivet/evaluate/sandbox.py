@@ -6,7 +6,7 @@ user's files is there. As root the process becomes a user that owns nothing; oth
 a namespace of its own without capabilities. Memory, processor time, wall time and output are limited.
 
 `isolation` says what this machine could set up. MINIMUM must be there, or nothing runs: `run_program`
-raises SandboxError and the caller reports the check as not run. Linux only.
+raises SandboxError, and a caller that asks `is_isolated` first can leave the code out. Linux only.
 """
 
 from __future__ import annotations
@@ -78,12 +78,25 @@ def run_program(source: str, limits: Limits | None = None) -> Outcome:
     return _run(source, limits or Limits())[0]
 
 
+def is_isolated() -> bool:
+    """Whether everything in MINIMUM is there."""
+    return shortcoming(isolation()) is None
+
+
+def shortcoming(report: dict[str, Any]) -> str | None:
+    """What of MINIMUM is not there and why, in words; None: nothing is missing."""
+    missing = [name for name in MINIMUM if not report.get(name)]
+    if not missing:
+        return None
+    reason = report.get("error") or "not supported here"
+    return f"no isolation of {', '.join(missing)} ({reason})"
+
+
 def check_isolation(report: dict[str, Any]) -> None:
     """Raise SandboxError unless everything in MINIMUM is there."""
-    missing = [name for name in MINIMUM if not report.get(name)]
-    if missing:
-        reason = report.get("error") or "not supported here"
-        raise SandboxError(f"code is not run: no isolation of {', '.join(missing)} ({reason})")
+    lacking = shortcoming(report)
+    if lacking is not None:
+        raise SandboxError(f"code is not run: {lacking}")
 
 
 def _run(source: str, limits: Limits) -> tuple[Outcome, dict[str, Any]]:

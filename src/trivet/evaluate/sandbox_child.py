@@ -5,7 +5,6 @@ root in, and two file descriptors. What could be set up is written as one JSON l
 the program starts; the parent decides whether that is enough and otherwise kills the process, which
 waits for one byte on ``go`` until then.
 """
-# ruff: noqa: PTH103, PTH112, PTH114, PTH115, PTH120, PTH123, PTH211
 
 import ctypes
 import json
@@ -14,6 +13,7 @@ import platform
 import resource
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 _NEWNS, _NEWCGROUP, _NEWUTS, _NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
@@ -40,21 +40,20 @@ def _mount(
     _call("mount", *texts[:3], flags, texts[3])
 
 
-def _bind_read_only(path: str, root: str) -> None:
+def _bind_read_only(path: Path, root: str) -> None:
     """Show a path of the machine under the new root, read-only."""
-    target = root + path
-    if os.path.islink(path):
-        os.makedirs(os.path.dirname(target), exist_ok=True)
-        if not os.path.lexists(target):
-            os.symlink(os.readlink(path), target)
+    target = f"{root}{path}"
+    place = Path(target)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_symlink():
+        if not place.is_symlink():
+            place.symlink_to(path.readlink())
         return
-    if os.path.isdir(path):
-        os.makedirs(target, exist_ok=True)
+    if path.is_dir():
+        place.mkdir(exist_ok=True)
     else:
-        os.makedirs(os.path.dirname(target), exist_ok=True)
-        with open(target, "w"):
-            pass
-    _mount(path, target, None, _BIND | _REC)
+        place.touch()
+    _mount(str(path), target, None, _BIND | _REC)
     # struct mount_attr: set, clear, propagation, userns
     wanted = (ctypes.c_uint64 * 4)(_RDONLY | _NOSUID, 0, 0, 0)
     done = _libc.syscall(
@@ -70,19 +69,18 @@ def _new_root(root: str, python: str) -> None:
     _mount(None, "/", None, _REC | _PRIVATE)
     _mount("tmpfs", root, "tmpfs", _NOSUID | _NODEV, "size=1m,mode=755")
     shown = ["/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib", "/lib64", "/etc/ld.so.cache"]
-    shown += [sys.base_prefix, sys.base_exec_prefix, os.path.dirname(os.path.realpath(python))]
-    done: list[str] = []
-    for path in shown:
-        inside = any(path == one or path.startswith(one + "/") for one in done)
-        if os.path.lexists(path) and path != "/" and not inside:
+    shown += [sys.base_prefix, sys.base_exec_prefix, str(Path(python).resolve().parent)]
+    done: list[Path] = []
+    for path in map(Path, shown):
+        inside = any(path.is_relative_to(one) for one in done)
+        if (path.is_symlink() or path.exists()) and path != Path("/") and not inside:
             _bind_read_only(path, root)
-            if not os.path.islink(path):
+            if not path.is_symlink():
                 done.append(path)
-    for folder in ("/tmp", "/proc", "/dev"):
-        os.makedirs(root + folder, exist_ok=True)
+    for folder in ("tmp", "proc", "dev"):
+        Path(root, folder).mkdir(exist_ok=True)
     _mount("tmpfs", root + "/tmp", "tmpfs", _NOSUID | _NODEV, "size=8m,mode=1777")
-    with open(root + "/dev/null", "w"):
-        pass
+    Path(root, "dev", "null").touch()
     _mount("/dev/null", root + "/dev/null", None, _BIND)
     _mount(None, root, None, _REMOUNT | _RDONLY | _NOSUID | _NODEV | _BIND)
     os.chdir(root)
@@ -111,8 +109,7 @@ def _isolate(options: dict[str, Any], report: dict[str, Any]) -> bool:
             ("uid_map", f"1000 {outer_uid} 1"),
             ("gid_map", f"1000 {outer_gid} 1"),
         ):
-            with open(f"/proc/self/{name}", "w") as file:
-                file.write(text)
+            Path(f"/proc/self/{name}").write_text(text)
     report["network"] = "none: a network namespace without interfaces"
     _new_root(options["root"], options["python"])
     report["root"] = "read-only: the interpreter and system libraries; 8 MiB of memory at /tmp"
@@ -160,8 +157,7 @@ def main() -> None:
             _mount("proc", "/proc", "proc", _NOSUID | _NODEV | 8)
             report["processes"] = "a process namespace"
             if not is_root:
-                with open("/proc/sys/user/max_user_namespaces", "w") as file:
-                    file.write("0")
+                Path("/proc/sys/user/max_user_namespaces").write_text("0")
     except OSError:
         report["processes"] = report.get("processes") or "a process namespace without /proc"
     if is_root and report["root"]:
