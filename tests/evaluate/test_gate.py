@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from trivet.evaluate import Quality, QualityReport, Verdict, judge_corpora
@@ -48,3 +51,11 @@ def test_a_rejection_names_the_corpus() -> None:
     [reason] = judge_corpora(_report(0.1, 0.9)).reasons
     assert reason.startswith("corpus1:")
     assert "+0.900" in reason
+
+
+def test_a_plain_evaluation_loads_no_checks() -> None:
+    program = "import sys, trivet.evaluate.run; print(*sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    loaded = set(ran.stdout.decode().split())
+    assert "trivet.evaluate.scoring" in loaded
+    assert not loaded & {"trivet.evaluate.gating", "trivet.evaluate.checks", "sqlite3", "httpx"}

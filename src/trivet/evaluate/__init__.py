@@ -17,22 +17,27 @@ report.py         the files a gate leaves
 
 from __future__ import annotations
 
-from trivet.evaluate.corpora import Corpus, builtin_corpora, load_corpora
-from trivet.evaluate.gate import GateResult, judge_checks, judge_corpora
-from trivet.evaluate.gating import GateOptions, GateReport
-from trivet.evaluate.ledger import default_ledger
-from trivet.evaluate.quality import (
-    EncodedCorpus,
-    Quality,
-    QualityReport,
-    encode_corpora,
-    measure_quality,
-)
-from trivet.evaluate.report import write_gate
-from trivet.evaluate.results import CheckResult, Finding, Kind, Verdict
-from trivet.evaluate.run import Evaluation, evaluate_model, evaluate_sensitivity, new_scorer
-from trivet.evaluate.scoring import Scorer, Window, make_windows, score_windows
-from trivet.evaluate.task import Task, load_tasks, parse_kinds
+from typing import TYPE_CHECKING
+
+from trivet.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from trivet.evaluate.corpora import Corpus, builtin_corpora, load_corpora
+    from trivet.evaluate.gate import GateResult, judge_checks, judge_corpora
+    from trivet.evaluate.gating import GateOptions, GateReport
+    from trivet.evaluate.ledger import default_ledger
+    from trivet.evaluate.quality import (
+        EncodedCorpus,
+        Quality,
+        QualityReport,
+        encode_corpora,
+        measure_quality,
+    )
+    from trivet.evaluate.report import write_gate
+    from trivet.evaluate.results import CheckResult, Finding, Kind, Verdict
+    from trivet.evaluate.run import Evaluation, evaluate_model, evaluate_sensitivity, new_scorer
+    from trivet.evaluate.scoring import Scorer, Window, make_windows, score_windows
+    from trivet.evaluate.task import Task, load_tasks, parse_kinds
 
 __all__ = [
     "CheckResult",
@@ -66,3 +71,26 @@ __all__ = [
     "score_windows",
     "write_gate",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "corpora": ("Corpus", "builtin_corpora", "load_corpora"),
+            "gate": ("GateResult", "judge_checks", "judge_corpora"),
+            "gating": ("GateOptions", "GateReport"),
+            "ledger": ("default_ledger",),
+            "quality": (
+                "EncodedCorpus",
+                "Quality",
+                "QualityReport",
+                "encode_corpora",
+                "measure_quality",
+            ),
+            "report": ("write_gate",),
+            "results": ("CheckResult", "Finding", "Kind", "Verdict"),
+            "run": ("Evaluation", "evaluate_model", "evaluate_sensitivity", "new_scorer"),
+            "scoring": ("Scorer", "Window", "make_windows", "score_windows"),
+            "task": ("Task", "load_tasks", "parse_kinds"),
+        },
+    )

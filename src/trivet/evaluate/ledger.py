@@ -1,9 +1,10 @@
 """The ledger: a line for every gate that was run, to hold combinations against their parts.
 
-JSONL, appended; by default ``gates.jsonl`` in the user's state folder. A run is described by its
-*variables*: what differs from the plain baseline (weights, kv, and whatever a caller adds, such as a
-method or a draft). A combination is accepted only if it was tested as one; its interaction is what its
-figures lose beyond the sum of what each variable loses alone.
+JSONL, appended; by default ``gates.jsonl`` in the user's state folder. A line has about 700 bytes and
+nothing is ever removed; only the newest MAX_READ_BYTES are read. A run is described by its
+*variables*: what differs from the baseline (weights, kv). A combination is accepted only if it was
+tested as one; its interaction is what its figures lose beyond the sum of what each variable loses
+alone.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import datetime
 import fcntl
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from trivet.errors import CheckpointError
 from trivet.json_values import plain
 
 FIGURES = ("delta_ppl", "mean_kl")  # compared between runs, overall
+MAX_READ_BYTES = 8 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +31,8 @@ class Entry:
 
     identity   hash of the model's source     baseline  hash of the baseline's
     variables  what was changed, by name      figures   overall delta_ppl and mean_kl
-    corpora    hash over the corpora, sizes and seed: only equal ones compare
+    corpora    hash over the corpora, their tokens and windows: only equal ones compare
+    steps      steps of `next_step.ORDER` that were taken to make the candidate
     """
 
     time: str
@@ -42,6 +45,7 @@ class Entry:
     figures: dict[str, float | None]
     corpora: str
     gate: str
+    steps: list[str]
 
     @classmethod
     def parse(cls, line: str) -> Entry | None:
@@ -51,7 +55,8 @@ class Entry:
             entry = cls(**{field.name: value[field.name] for field in dataclasses.fields(cls)})
         except (ValueError, KeyError, TypeError):
             return None
-        return entry if isinstance(entry.variables, dict) else None
+        is_ours = isinstance(entry.variables, dict) and isinstance(entry.steps, list)
+        return entry if is_ours else None
 
 
 def default_ledger() -> Path:
@@ -66,12 +71,18 @@ def now() -> str:
 
 
 def append(path: Path, entry: Entry) -> None:
-    """Add a line; other processes may do the same. Raises CheckpointError."""
+    """Add a line; other processes may do the same. Raises CheckpointError.
+
+    A last line that a crash cut short is ended first, so that it takes no other with it.
+    """
     line = json.dumps(plain(dataclasses.asdict(entry)), allow_nan=False) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as file:
+        with path.open("ab+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                line = line if file.read(1) == b"\n" else "\n" + line
             file.write(line.encode())
             file.flush()
             os.fsync(file.fileno())
@@ -80,9 +91,11 @@ def append(path: Path, entry: Entry) -> None:
 
 
 def read(path: Path) -> list[Entry]:
-    """All entries, oldest first; lines that are none (a crash, another program) are passed over."""
+    """The entries, oldest first; lines that are none (a crash, another program) are passed over."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_READ_BYTES))
+            lines = file.read().decode("utf-8", "replace").split("\n")
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -124,8 +137,3 @@ def interaction(entry: Entry, entries: Sequence[Entry]) -> dict[str, Any] | None
         "singles": {name: single.figures for name, single in singles.items()},
         "terms": terms,
     }
-
-
-def tried_methods(entries: Sequence[Entry], identity: str) -> list[Mapping[str, str]]:
-    """The variables of every run of one source model, oldest first."""
-    return [entry.variables for entry in entries if entry.identity == identity]

@@ -7,14 +7,13 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trivet.config import PAGE_TOKENS, ModelConfig
 from trivet.errors import ConfigError
 from trivet.evaluate import ledger
 from trivet.evaluate.corpora import Corpus, load_corpora
 from trivet.evaluate.gate import GateResult, judge_corpora
-from trivet.evaluate.gating import SIZES, GateOptions, GateReport, run_gate
 from trivet.evaluate.next_step import next_step, recipe_of
 from trivet.evaluate.quality import (
     CONTEXT,
@@ -23,12 +22,12 @@ from trivet.evaluate.quality import (
     encode_corpora,
     measure_quality,
 )
+from trivet.evaluate.results import Verdict
 from trivet.evaluate.scoring import Scorer
-from trivet.evaluate.sensitivity import measure_sensitivity
-from trivet.evaluate.subject import LocalSubject
 from trivet.loader import LoadedModel, Progress, load_model
 
-GATES = tuple(SIZES)
+if TYPE_CHECKING:  # a plain evaluation loads no checks
+    from trivet.evaluate.gating import GateOptions, GateReport
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +178,8 @@ def evaluate_sensitivity(
 
     The text is the beginning of the first corpus. Raises ConfigError: other architectures.
     """
+    from trivet.evaluate.sensitivity import measure_sensitivity
+
     text = load_corpora(corpora)[0]
     base, model = load_model(baseline, loading), load_model(config, loading)
     if base.packed.spec.to_json() != model.packed.spec.to_json():
@@ -207,10 +208,16 @@ def _with_next_step(
     assert evaluation.gate is not None
     identity = evaluation.hashes["model"]["identity"]
     known = ledger.read(ledger_path) if ledger_path is not None else []
-    steps = [entry.next_step for entry in known if entry.identity == identity]
-    recipe = recipe_of(evaluation.weights, evaluation.kv, _quantization(model), steps)
+    baseline = evaluation.hashes["baseline"]["numerics_id"]
+    done = {
+        step
+        for entry in known
+        if entry.baseline == baseline and entry.verdict == Verdict.REJECT
+        for step in entry.steps
+    }
+    recipe = recipe_of(evaluation.weights, evaluation.kv, _quantization(model))
     verdict = evaluation.gate.verdict
-    step, line = next_step(verdict, details.checks, recipe)
+    step, line = next_step(verdict, details.checks, recipe, done)
     result = dataclasses.replace(
         evaluation.gate, next_step=line, metrics={**evaluation.gate.metrics, "next": step}
     )
@@ -228,13 +235,14 @@ def _with_next_step(
         time=ledger.now(),
         model=evaluation.model,
         identity=identity,
-        baseline=evaluation.hashes["baseline"]["numerics_id"],
+        baseline=baseline,
         variables=variables,
         verdict=verdict.value,
         next_step=step,
         figures={"delta_ppl": overall.delta_ppl, "mean_kl": overall.mean_kl},
         corpora=hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
         gate=details.options.size,
+        steps=list(recipe.steps),
     )
     if ledger_path is not None:
         ledger.append(ledger_path, entry)
@@ -259,9 +267,11 @@ def _quantization(model: LoadedModel) -> dict[str, Any] | None:
 def _gate_options(gate: str | GateOptions | None, max_tokens: int | None) -> GateOptions | None:
     if gate is None:
         return None
+    from trivet.evaluate.gating import SIZES, GateOptions
+
     options = GateOptions(size=gate) if isinstance(gate, str) else gate
-    if options.size not in GATES:
-        raise ConfigError("gate", options.size, ", ".join(GATES))
+    if options.size not in SIZES:
+        raise ConfigError("gate", options.size, ", ".join(SIZES))
     if options.budget_s is not None and not options.budget_s > 0:
         raise ConfigError("budget", options.budget_s, "a number of seconds above 0")
     if max_tokens is not None:
@@ -278,6 +288,9 @@ def _gate(
     stride: int,
     on_check: Callable[[str, float], None] | None,
 ) -> GateReport:
+    from trivet.evaluate.gating import SIZES, run_gate
+    from trivet.evaluate.subject import LocalSubject
+
     sizes = SIZES[options.size]
     room = max(context, sizes.long_tokens, sizes.passkey_tokens + 256)
     candidate, baseline = LocalSubject(model, room), LocalSubject(base, room)
