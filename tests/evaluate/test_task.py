@@ -14,7 +14,7 @@ from trivet.evaluate import Kind, load_tasks, parse_kinds
 from trivet.evaluate.builtin_tasks import builtin_tasks, held_out_prompts
 from trivet.evaluate.checks.answers import follows_format, passes_tests, same_rows
 from trivet.evaluate.results import TASK_KINDS
-from trivet.evaluate.sandbox import isolation
+from trivet.evaluate.sandbox import is_isolated
 from trivet.evaluate.task import Form, Task, read_task
 
 
@@ -47,9 +47,19 @@ def test_references_of_generated_tasks_are_right() -> None:
     assert not same_rows(item, "no sql")
     assert not follows_format(tasks["records"].items[0], "{}")
     assert not follows_format(tasks["records"].items[0], "not json")
+    assert not follows_format(tasks["records"].items[0], "[" * 100_000)
 
 
-@pytest.mark.skipif(bool(isolation().get("error")), reason="NO SANDBOX HERE")
+def test_a_reference_that_does_not_run_is_named(tmp_path: Path) -> None:
+    row = {"schema": "CREATE TABLE t (a);", "question": "q", "sql": "SELECT b FROM t"}
+    [item] = read_task(_write(tmp_path / "a.jsonl", row)).items
+    with pytest.raises(ConfigError, match=r"SELECT b FROM t.*no such column"):
+        same_rows(item, "SELECT a FROM t")
+    with pytest.raises(CheckpointError, match="item 1"):
+        read_task(_write(tmp_path / "b.jsonl", {"prompt": "p", "format": {"regex": "("}}))
+
+
+@pytest.mark.skipif(not is_isolated(), reason="NO SANDBOX HERE")
 def test_references_of_functions_pass_their_tests() -> None:
     [task] = [task for task in builtin_tasks(0, 6) if task.form is Form.CODE]
     assert all(passes_tests(item, item.answer) for item in task.items)

@@ -41,7 +41,7 @@ def evaluate(
         int | None,
         typer.Option(
             metavar="M",
-            help="Tokens scored of each corpus.  [default: 8192, in a fast gate 1536]",
+            help="Tokens scored of each corpus.  [default: 8192, in a fast gate 1280]",
         ),
     ] = None,
     context: Annotated[int, typer.Option(metavar="N", help="Tokens of one window.")] = 1024,

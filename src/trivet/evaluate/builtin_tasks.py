@@ -80,8 +80,15 @@ def builtin_tasks(seed: int, num_items: int) -> list[Task]:
     return [maker(random.Random(f"{seed} {maker.__name__}"), num_items) for maker in makers]
 
 
-def _task(name: str, kind: Kind, form: Form, items: Sequence[Item], **more: object) -> Task:
-    return Task(name, kind, form, tuple(items), _SOURCE, **more)  # type: ignore[arg-type]
+def _task(
+    name: str,
+    kind: Kind,
+    form: Form,
+    items: Sequence[Item],
+    stops: tuple[str, ...] = ("\n",),
+    max_tokens: int = 32,
+) -> Task:
+    return Task(name, kind, form, tuple(items), _SOURCE, stops, max_tokens)
 
 
 def _shuffled(rng: random.Random, right: str, wrong: Sequence[str]) -> tuple[tuple[str, ...], int]:
@@ -285,7 +292,7 @@ def _functions(rng: random.Random, num_items: int) -> Task:
             )
         )
     stops = ("\ndef ", "\n\n\n", "\nclass ")
-    return _task("functions", Kind.CODE, Form.CODE, items, stops=stops, max_tokens=32)
+    return _task("functions", Kind.CODE, Form.CODE, items, stops)
 
 
 def _head(name: str, arguments: str, text: str) -> str:
@@ -330,7 +337,7 @@ def _queries(rng: random.Random, num_items: int) -> Task:
         )
         for question, sql in made[6 : 6 + num_items]
     ]
-    return _task("queries", Kind.SQL, Form.SQL, items, stops=(";", "\n"), max_tokens=32)
+    return _task("queries", Kind.SQL, Form.SQL, items, (";", "\n"))
 
 
 def _records(rng: random.Random, num_items: int) -> Task:

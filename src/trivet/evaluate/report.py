@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import html
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
 
+from trivet import files
 from trivet.errors import CheckpointError
 from trivet.evaluate.run import Evaluation
 from trivet.json_values import plain
@@ -29,11 +29,11 @@ def write_gate(evaluation: Evaluation, folder: Path) -> Path:
 
     Raises CheckpointError when it cannot be written.
     """
-    text = json.dumps(plain(evaluation.gate_json()), indent=2, allow_nan=False) + "\n"
+    found = plain(evaluation.gate_json())
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / GATE_FILE, text)
-        _write(folder / REPORT_FILE, render_html(plain(evaluation.gate_json())))
+        files.write(folder / GATE_FILE, json.dumps(found, indent=2, allow_nan=False) + "\n")
+        files.write(folder / REPORT_FILE, render_html(found))
     except OSError as error:
         raise CheckpointError(folder, f"cannot be written: {error.strerror}") from None
     return folder / GATE_FILE
@@ -87,16 +87,3 @@ def _marked(rest: str) -> str:
     word = re.match(r"\s*\S*", rest)
     length = word.end() if word is not None else 0
     return f"<mark>{_text(rest[:length])}</mark>{_text(rest[length:])}" if rest else ""
-
-
-def _write(path: Path, text: str) -> None:
-    """Write under another name, flush to the disk, rename."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ the candidate's, so nothing is packed again, and KL(baseline || mixed) is taken 
 from __future__ import annotations
 
 import dataclasses
+import mmap
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -20,6 +21,8 @@ from trivet.evaluate.scoring import LogSoftmax, Scorer
 from trivet.loader import LoadedModel
 from trivet.native.api import ModelRunner
 from trivet.quant import PackedModel
+
+_PAGE_BYTES = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,13 +60,13 @@ def measure_sensitivity(
     input_ids  the short text, at most the context; all rows count
     """
     own, base = candidate.packed, baseline.packed
-    shift = -(-len(base.buffer) // PAGE_BYTES) * PAGE_BYTES
-    both = _page_aligned(shift + len(own.buffer))
+    shift = -(-len(base.buffer) // _PAGE_BYTES) * _PAGE_BYTES
+    both = mmap.mmap(-1, shift + len(own.buffer))
     view = np.frombuffer(both, np.uint8)
     view[: len(base.buffer)] = np.frombuffer(base.buffer, np.uint8)
     view[shift : shift + len(own.buffer)] = np.frombuffer(own.buffer, np.uint8)
-    pages = -(-len(input_ids) // PAGE_TOKENS)
-    scorer = Scorer(baseline.runner, baseline.new_arena(pages))
+    arena = baseline.new_arena(-(-len(input_ids) // PAGE_TOKENS))
+    scorer = Scorer(baseline.runner, arena)
     wanted = [LogSoftmax.of(rows) for rows in scorer.chunks(input_ids, len(input_ids))]
     names = [
         name
@@ -79,7 +82,7 @@ def measure_sensitivity(
         runner = native.load_model(
             cast(Any, mixed), threads=baseline.threads, kv=KVFormat(baseline.config.kv)
         )
-        own_scorer = Scorer(cast(ModelRunner, runner), baseline.new_arena(pages))
+        own_scorer = Scorer(cast(ModelRunner, runner), arena)
         kl = [
             expected.kl_rows(LogSoftmax.of(rows))
             for expected, rows in zip(
@@ -89,15 +92,6 @@ def measure_sensitivity(
         saved = base.tensors[name].num_bytes - own.tensors[name].num_bytes
         units.append(Unit(name, float(np.concatenate(kl).mean()), saved))
     return sorted(units, key=lambda unit: -unit.mean_kl)
-
-
-PAGE_BYTES = 4096
-
-
-def _page_aligned(size: int) -> Any:
-    import mmap
-
-    return mmap.mmap(-1, size)
 
 
 def _shifted(tensor: PackedTensor, by: int) -> PackedTensor:

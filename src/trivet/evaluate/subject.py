@@ -8,10 +8,11 @@ with it (invariant I1), which is why contexts shared by several continuations ar
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from trivet.config import PAGE_TOKENS, EngineConfig
 from trivet.errors import ConfigError, EngineError, RequestError
 from trivet.evaluate.scoring import LogSoftmax, Scorer
 from trivet.loader import LoadedModel
-from trivet.native.api import StepInput
+from trivet.native.api import Arena, StepInput
 from trivet.request import (
     CancelledEvent,
     ErrorEvent,
@@ -30,6 +31,9 @@ from trivet.request import (
     TokensEvent,
 )
 from trivet.text import TextStream
+
+if TYPE_CHECKING:
+    from trivet.engine import Engine
 
 _MAX_ROWS = 256  # rows of one forward call of scoring
 _BATCH_ROWS = 2048  # rows laid out in pages before they are run
@@ -135,18 +139,23 @@ class LocalSubject:
         self._max_tokens = min(max_tokens, model.runner.max_positions)
         pages = 2 * -(-self._max_tokens // PAGE_TOKENS)
         self._num_pages = max(pages, _BATCH_ROWS // PAGE_TOKENS + _MAX_SEQS)
-        self._arena = model.new_arena(self._num_pages)
-        self._engine = model.new_engine(
-            EngineConfig(
-                max_model_len=self._max_tokens,
-                num_pages=self._num_pages,
-                max_num_seqs=_MAX_SEQS,
-                max_step_tokens=512,
-            ),
-            model.new_arena(self._num_pages),
-            None,
-        )
         self._request_ids = itertools.count()
+
+    @functools.cached_property
+    def _arena(self) -> Arena:
+        """Of scoring."""
+        return self.model.new_arena(self._num_pages)
+
+    @functools.cached_property
+    def _engine(self) -> Engine:
+        """Of generation, with an arena of its own."""
+        config = EngineConfig(
+            max_model_len=self._max_tokens,
+            num_pages=self._num_pages,
+            max_num_seqs=_MAX_SEQS,
+            max_step_tokens=512,
+        )
+        return self.model.new_engine(config, self.model.new_arena(self._num_pages), None)
 
     @property
     def max_tokens(self) -> int:

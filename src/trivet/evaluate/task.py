@@ -145,7 +145,7 @@ def read_task(path: Path) -> Task:
     for number, row in enumerate(rows, 1):
         try:
             item = reader.read(row)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, re.error):
             raise CheckpointError(path, f"item {number} is not of the form of the first") from None
         if item is not None:
             items.append(item)
@@ -256,6 +256,7 @@ def _format(row: dict[str, Any]) -> Item:
     wanted = row["format"]
     if not isinstance(wanted, dict) or not {"json", "regex", "keys"} & wanted.keys():
         raise ValueError(wanted)
+    re.compile(wanted.get("regex", ""))
     return Item((Prompt(row["prompt"]),), answer=row.get("answer", ""), data={"format": wanted})
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from trivet.errors import ConfigError
 from trivet.evaluate.checks.choice import exact_answer
 from trivet.evaluate.checks.judge import Answer
 from trivet.evaluate.sandbox import run_program
@@ -63,7 +64,7 @@ def follows_format(item: Item, text: str) -> bool:
         return re.fullmatch(wanted["regex"], text, re.DOTALL) is not None
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     if "json" in wanted:
         return bool(found == wanted["json"])
@@ -71,12 +72,19 @@ def follows_format(item: Item, text: str) -> bool:
 
 
 def same_rows(item: Item, text: str) -> bool:
-    """Whether a query gives the rows of the reference, in any order."""
+    """Whether a query gives the rows of the reference, in any order.
+
+    Raises ConfigError: the reference itself does not run.
+    """
     try:
-        found = run_query(item.data["schema"], text)
+        wanted = run_query(item.data["schema"], item.answer)
+    except sqlite3.Error as error:
+        allowed = f"SQL that runs on its schema ({error})"
+        raise ConfigError("tasks", item.answer, allowed) from None
+    try:
+        return run_query(item.data["schema"], text) == wanted
     except sqlite3.Error:
         return False
-    return found == run_query(item.data["schema"], item.answer)
 
 
 def run_query(schema: str, query: str) -> list[str]:
