@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from numpy.typing import NDArray
 
 from trivet.checkpoint import resolve_model
 from trivet.errors import TrivetError
+from trivet.files import new_folder
 from trivet.models import open_model
 
 HIDDEN, FFN, HEADS, KV_HEADS, VOCAB = 2048, 5632, 32, 4, 32000
@@ -134,24 +133,16 @@ def write_weights(path: Path, layers: int, seed: int) -> str:
             data = draw(name, shape, layers, seed, index).reshape(-1).view(np.uint8).data
             file.write(data)
             digest.update(data)
-        file.flush()
-        os.fsync(file.fileno())
     return digest.hexdigest()
 
 
 def write_model(path: Path, *, seed: int, layers: int = 22) -> dict[str, Any]:
-    """Write the folder under a temporary name and rename it.
+    """Write the folder, whole or not at all.
 
     Returns path, sha256 of the weights, bytes. Raises TrivetError without the demo model (for its
-    tokenizer), FileExistsError when the folder exists.
+    tokenizer), or when the folder exists.
     """
-    if path.exists():
-        raise FileExistsError(path)
     source = open_model(resolve_model("demo")).tokenizer_data()
-    temporary = path.with_name(path.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    digest = write_weights(temporary / "model.safetensors", layers, seed)
     files = {
         "config.json": json.dumps(config(layers), indent=2),
         "generation_config.json": json.dumps({"bos_token_id": 1, "eos_token_id": 2}),
@@ -166,9 +157,10 @@ def write_model(path: Path, *, seed: int, layers: int = 22) -> dict[str, Any]:
             indent=2,
         ),
     }
-    for name, text in files.items():
-        (temporary / name).write_text(text + "\n", encoding="utf-8")
-    temporary.rename(path)
+    with new_folder(path) as temporary:
+        digest = write_weights(temporary / "model.safetensors", layers, seed)
+        for name, text in files.items():
+            (temporary / name).write_text(text + "\n", encoding="utf-8")
     num_bytes = (path / "model.safetensors").stat().st_size
     return {"path": str(path), "sha256": digest, "bytes": num_bytes}
 
@@ -182,9 +174,6 @@ def main() -> int:
     options = parser.parse_args()
     try:
         result = write_model(options.output, seed=options.seed, layers=options.layers)
-    except FileExistsError:
-        print(f"{options.output} exists", file=sys.stderr)
-        return 2
     except TrivetError as mistake:
         print(mistake, file=sys.stderr)
         return 2

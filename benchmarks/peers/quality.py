@@ -30,6 +30,7 @@ from protocol import EngineError
 
 from trivet.bench.machine import describe_machine
 from trivet.evaluate.scoring import make_windows
+from trivet.files import write
 
 RESULTS = ROOT / "benchmarks" / "results"
 DATA = Path(os.environ.get("TRIVET_TEST_DATA", ROOT.parent / "shared" / "data"))
@@ -104,9 +105,7 @@ def main() -> int:
             mine["forms"][form.name] = entry
             shown = entry.get("delta_ppl", entry.get("not_run"))
             print(f"quality: {model}: {form.name}: {shown}", file=sys.stderr, flush=True)
-            temporary = arguments.output.with_suffix(".tmp")
-            temporary.write_text(json.dumps(report, indent=1) + "\n")
-            temporary.rename(arguments.output)
+            write(arguments.output, json.dumps(report, indent=1) + "\n")
     return 0
 
 

@@ -28,6 +28,7 @@ from prompts import windows
 from protocol import Child, EngineError
 
 from trivet.bench.machine import describe_machine
+from trivet.files import write
 
 PROBES = (Run(1, 256, 20), Run(8, 24, 16))
 GAIN = 1.03
@@ -152,9 +153,7 @@ def main() -> int:
             entry["tried"] = []
 
         def save() -> None:
-            temporary = arguments.output.with_suffix(".tmp")
-            temporary.write_text(json.dumps(report, indent=1) + "\n")
-            temporary.rename(arguments.output)
+            write(arguments.output, json.dumps(report, indent=1) + "\n")
 
         search = Search(
             form, arguments.model, arguments.threads, arguments.rounds, entry["tried"], save

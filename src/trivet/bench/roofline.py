@@ -7,10 +7,8 @@ What a kept figure says of a busy moment it says for ever: `measure` with ``fres
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
-import os
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from trivet import native
+from trivet import files, native
 from trivet.bench.ceiling import StepCosts
 from trivet.bench.machine import cpu_name
 from trivet.bench.matrix_rate import ARITHMETICS, matrix_rate
@@ -146,7 +144,8 @@ def measure(
     else:
         return Measured(known, path, True)
     try:
-        _save(roofline, path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write(path, msgspec.json.encode(roofline))
     except OSError:  # a read-only folder: measured again next time
         return Measured(roofline, None, False)
     return Measured(roofline, path, False)
@@ -215,18 +214,3 @@ def _load(path: Path, key: str) -> Roofline | None:
     except (OSError, msgspec.MsgspecError):
         return None
     return known if known.key == key else None
-
-
-def _save(roofline: Roofline, path: Path) -> None:
-    """Write in one step for readers. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(msgspec.json.encode(roofline))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)

@@ -6,8 +6,6 @@ The bytes depend on the arguments alone (no time, no version), so that a hash na
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trivet.checkpoint.tokenizer import SENTENCEPIECE, TokenizerData
-from trivet.errors import CheckpointError
+from trivet.files import new_folder
 
 Float32 = NDArray[np.float32]
 
@@ -24,7 +22,7 @@ Float32 = NDArray[np.float32]
 def write_safetensors(
     path: Path, shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[tuple[str, Float32]]
 ) -> None:
-    """Write float32 tensors in the order of ``shapes``, one in memory at a time.
+    """Write float32 tensors in the order of ``shapes``, one in memory at a time; nothing is flushed.
 
     tensors  (name, values) in that same order
     """
@@ -46,8 +44,6 @@ def write_safetensors(
             assert name == given, (name, given)
             assert values.shape == shape, (name, values.shape, shape)
             file.write(np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint8).data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def tokenizer_files(data: TokenizerData, max_positions: int) -> dict[str, str]:
@@ -81,11 +77,7 @@ def write_folder(
     config  the content of config.json
     Raises CheckpointError: the folder exists, or cannot be written.
     """
-    if path.exists():
-        raise CheckpointError(path, "exists; a model is never overwritten")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.mkdir(parents=True)
+    with new_folder(path) as temporary:
         eos_ids = list(tokenizer.eos_ids)
         generation = {"bos_token_id": tokenizer.bos_id, "eos_token_id": eos_ids}
         files = {
@@ -96,8 +88,3 @@ def write_folder(
         for name, text in files.items():
             (temporary / name).write_text(text, "utf-8")
         write_safetensors(temporary / "model.safetensors", shapes, tensors)
-        temporary.rename(path)
-    except OSError as error:
-        raise CheckpointError(path, f"cannot be written: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

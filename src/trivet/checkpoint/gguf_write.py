@@ -6,12 +6,10 @@ disk. Source: ggml's docs/gguf.md.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trivet.checkpoint.ggml import TYPES
-from trivet.errors import CheckpointError
+from trivet.files import new_file
 
 ALIGNMENT = 32
 _VERSION = 3
@@ -102,31 +100,6 @@ def gguf_bytes(metadata: Mapping[str, Any], tensors: Sequence[TensorPlan]) -> in
     return len(gguf_header(metadata, tensors)) + data
 
 
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary name beside ``path``, renamed to it at the end and removed after a failure.
-
-    Raises CheckpointError: the path exists, or cannot be written.
-    """
-    if path.exists():
-        raise CheckpointError(path, "exists; a model is never overwritten")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        temporary.rename(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except OSError as error:
-        raise CheckpointError(path, f"cannot be written: {error.strerror or error}") from None
-    finally:
-        with contextlib.suppress(OSError):  # the reason is already on its way
-            temporary.unlink(missing_ok=True)
-
-
 def write_gguf_file(
     path: Path,
     metadata: Mapping[str, Any],
@@ -140,7 +113,7 @@ def write_gguf_file(
               tensor ends
     Raises CheckpointError: the file exists, or cannot be written.
     """
-    with replacing(path) as temporary, temporary.open("wb") as file:
+    with new_file(path) as temporary, temporary.open("wb") as file:
         file.write(gguf_header(metadata, tensors))
         pieces = iter(data)
         for tensor in tensors:
@@ -152,5 +125,3 @@ def write_gguf_file(
                 file.write(np.ascontiguousarray(piece).reshape(-1).data)
                 left -= piece.size
             file.write(b"\0" * (_padded(tensor.num_bytes) - tensor.num_bytes))
-        file.flush()
-        os.fsync(file.fileno())

@@ -7,7 +7,6 @@ reader sees a whole file or none; a reader treats it as hostile all the same.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -30,6 +29,7 @@ from trivet.checkpoint.header import (
 )
 from trivet.config import WeightFormat
 from trivet.errors import CheckpointError, ConfigError
+from trivet.files import settle, temporary_name
 from trivet.native.packing import Layout, PackedWeight, ScaleType
 from trivet.native.weights import hadamard_width
 
@@ -110,7 +110,7 @@ class PackedWriter:
 
     def __init__(self, path: Path, header_capacity: int) -> None:
         self.path = path
-        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        self._temporary = temporary_name(path)
         self._file = self._temporary.open("wb")
         self._capacity = header_capacity
         self._at = _aligned(PREAMBLE.size + header_capacity, TENSOR_ALIGN)
@@ -196,16 +196,11 @@ class PackedWriter:
         self._file.truncate(self._at)
         self._file.seek(0)
         self._file.write(PREAMBLE.pack(MAGIC, FILE_VERSION, zlib.crc32(raw), len(raw)) + raw)
-        self._file.flush()
-        os.fsync(self._file.fileno())
         self._file.close()
-        self._temporary.replace(self.path)
-        with contextlib.suppress(OSError):  # some file systems cannot flush a folder
-            folder = os.open(self.path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+        settle(self._temporary, self.path)
+        # What was written piece by piece is cached in small pages; the first reader gets huge ones.
+        with self.path.open("rb") as written:
+            os.posix_fadvise(written.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _aligned(offset: int, align: int) -> int:

@@ -14,7 +14,6 @@ Used by the draft controller, the planner and the simulator. `measure` takes the
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -22,6 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from trivet import files
 from trivet.config import PAGE_TOKENS
 from trivet.engine.pages import pages_needed
 from trivet.errors import ConfigError
@@ -103,9 +103,7 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
 
     def save(self, path: Path) -> None:
         """Write as JSON, in one step for readers."""
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        temporary.write_bytes(msgspec.json.encode(self))
-        temporary.replace(path)
+        files.write(path, msgspec.json.encode(self))
 
     @classmethod
     def load(cls, path: Path, key: str) -> StepTime | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from trivet.checkpoint.formats.folder import ShardWriter
 from trivet.checkpoint.formats.stored import Stored
 from trivet.checkpoint.ggml import encode
 from trivet.errors import CheckpointError, ConfigError, QuantError
+from trivet.files import new_folder
 from trivet.models.export import hf_config
 from trivet.models.family import HF_NAMES
 from trivet.models.gguf_export import rope_divisors
@@ -59,8 +59,6 @@ def gguf_to_folder(
     model = open_model(resolve_model(path))
     if model.checkpoint.kind != "gguf":
         raise CheckpointError(path, "is not a GGUF file")
-    if target.exists():
-        raise CheckpointError(target, "exists; a model is never overwritten")
     tokenizer = model.tokenizer_data()
     spec = dataclasses.replace(
         model.spec,
@@ -80,22 +78,12 @@ def gguf_to_folder(
         "generation_config.json": _json(generation),
         **tokenizer_files(tokenizer, config["max_position_embeddings"]),
     }
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        temporary.mkdir(parents=True)
+    with new_folder(target) as temporary:
         index = _write_tensors(model, temporary, kind, float_type, progress)
         if index is not None:
             texts["model.safetensors.index.json"] = _json(index)
         for name, text in texts.items():
-            with (temporary / name).open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-        temporary.rename(target)
-    except OSError as error:
-        raise CheckpointError(target, f"cannot be written: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            (temporary / name).write_text(text, "utf-8")
     return sorted(found.name for found in target.iterdir())
 
 
