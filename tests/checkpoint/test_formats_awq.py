@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from support.grids import assert_same_grid, random_grid
+from trivet.checkpoint.formats import CodeGrid
 from trivet.checkpoint.formats.awq import ORDER, config, decode, encode
 from trivet.checkpoint.formats.grid import normalized
 from trivet.errors import QuantError
@@ -49,9 +50,9 @@ def test_column_j_lies_in_its_nibble() -> None:
         (random_grid(8, 96, 4, 64), "whole groups"),
     ],
 )
-def test_what_the_layout_cannot_hold_is_refused(grid: object, words: str) -> None:
+def test_what_the_layout_cannot_hold_is_refused(grid: CodeGrid, words: str) -> None:
     with pytest.raises(QuantError, match=words):
-        encode(grid)  # type: ignore[arg-type]
+        encode(grid)
 
 
 def test_the_config_has_one_group() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from support.grids import rounded
 from support.tiny_models import Variant, build_folder
+from trivet import files
 from trivet.checkpoint import HuggingFaceCheckpoint, resolve_model
 from trivet.checkpoint.formats import CodeGrid, Fp8Weight, folder, write
 from trivet.checkpoint.formats.fp8 import quantize
@@ -255,6 +257,10 @@ def test_layers_may_differ(source: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "awq").exists()
 
 
+def _converted(values: Float32, form: WeightFormat) -> WeightTensor:
+    return convert(values, form).weight
+
+
 def test_engine_weights_are_written_as_they_are(source: Path, tmp_path: Path) -> None:
     """A weight in one of the engine's own forms passes through every format that can hold it."""
     for name, formats in {
@@ -263,7 +269,7 @@ def test_engine_weights_are_written_as_they_are(source: Path, tmp_path: Path) ->
         "w8a8-g32": ("gptq", "compressed-tensors"),
     }.items():
         form = WeightFormat.parse(name)
-        weights = _quantized(source, lambda x, form=form: convert(x, form).weight)  # type: ignore[misc]
+        weights = _quantized(source, functools.partial(_converted, form=form))
         for format in formats:
             path = tmp_path / f"{name}-{format}"
             write(path, source_folder=source, weights=weights, format=format)
@@ -355,7 +361,7 @@ def test_a_failure_while_writing_leaves_nothing(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(folder, "_flush_folder", full)
+    monkeypatch.setattr(files, "flush", full)
     with pytest.raises(CheckpointError, match="No space left"):
         _write(source, tmp_path / "made", "ct4")
     assert list(tmp_path.iterdir()) == []

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -217,7 +218,7 @@ def test_a_damaged_cache_is_packed_again(damage: Callable[[bytes], bytes], tmp_p
     again.verify()
 
 
-def _rewrite(path: Path, edit: Callable[[dict[str, object]], object]) -> None:
+def _rewrite(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     """Change the header and make its checksum fit again."""
     import struct
     import zlib
@@ -232,7 +233,7 @@ def _rewrite(path: Path, edit: Callable[[dict[str, object]], object]) -> None:
     )
 
 
-HEADER_EDITS: dict[str, Callable[[dict], object]] = {  # type: ignore[type-arg]
+HEADER_EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
     "codes outside": lambda h: h["tensors"]["layers.0.o"].update(codes=1 << 40),
     "codes before the data": lambda h: h["tensors"]["layers.0.o"].update(codes=0),
     "codes not aligned": lambda h: h["tensors"]["layers.0.o"].update(codes=4097 * 4096 + 1),
@@ -263,10 +264,47 @@ def test_a_hostile_header_is_refused(name: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("part", ["packer", "contract"])
+def test_a_cache_of_another_version_is_packed_again(part: str, tmp_path: Path) -> None:
+    """A packer that wrote other bytes, or other numerics, under the same name and file layout."""
+    folder = build_folder(tmp_path / "model", "llama3")
+    path = load_packed(folder).path
+    whole = path.read_bytes()
+    _rewrite(path, lambda h: h["key"].update({part: h["key"][part] - 1}))
+    PackedFile.open(path)  # sound, but not for us
+    again = load_packed(folder)
+    assert again.path == path
+    assert again.cache_state == "repacked"
+    assert "made again: another version of trivet packed it" in again.notes[0]
+    assert path.read_bytes() == whole
+    assert load_packed(folder).cache_state == "hit"
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda h: h.pop("tokenizer_settings"),
+        lambda h: h.update(tokenizer_settings=[1]),
+        lambda h: h["tokenizer_settings"].update(extra=1),
+        lambda h: h["tokenizer_settings"].pop("eos_ids"),
+        lambda h: h.update(tokenizer=[h["tensors"]["layers.0.o"]["codes"], 64]),
+        lambda h: h.update(tokenizer=[0, 1 << 50]),
+    ],
+)
+def test_a_hostile_tokenizer_is_refused(
+    edit: Callable[[dict[str, Any]], object], tmp_path: Path
+) -> None:
+    folder = build_folder(tmp_path / "model", "llama3")
+    _rewrite(load_packed(folder).path, edit)
+    with pytest.raises(CheckpointError) as caught:
+        load_packed(folder).tokenizer()
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["layers.1.down", "head", "rope.cos", "final_norm"])
 def test_a_cache_without_a_tensor_is_refused(name: str, tmp_path: Path) -> None:
     folder = build_folder(tmp_path / "model", "llama3")
-    _rewrite(load_packed(folder).path, lambda h: h["tensors"].pop(name))  # type: ignore[attr-defined]
+    _rewrite(load_packed(folder).path, lambda h: h["tensors"].pop(name))
     with pytest.raises(CheckpointError, match="missing"):
         load_packed(folder)
 

@@ -21,6 +21,7 @@ from trivet.checkpoint.header import CONTRACT_VERSION, PackedHeader
 from trivet.checkpoint.resolve import ModelSource, resolve_model
 from trivet.config import WeightFormat
 from trivet.errors import CheckpointError, ConfigError
+from trivet.files import left_behind
 
 PACKER_VERSION = 2  # raised whenever packing the same file would give other bytes
 CACHE_VARIABLE = "TRIVET_CACHE"
@@ -105,10 +106,18 @@ class CacheQuery:
             except CheckpointError as error:
                 reason = error.reason
                 continue
-            if packed.header.get("key") == self.key:
+            key = packed.header.get("key")
+            if key == self.key:
                 return packed, None
-            reason = "the model has changed" if reason is None else reason
+            reason = self._difference(key) if reason is None else reason
         return None, reason
+
+    def _difference(self, key: object) -> str:
+        """Why a sound cache with another key cannot serve."""
+        known = key if isinstance(key, dict) else {}
+        if any(known.get(part) != self.key[part] for part in ("packer", "contract")):
+            return "another version of trivet packed it"
+        return "the model has changed"
 
 
 @contextlib.contextmanager
@@ -127,7 +136,7 @@ def writing(paths: list[Path]) -> Iterator[Path]:
             continue
         with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            for left in path.parent.glob(f".{path.name}.*.tmp"):
+            for left in left_behind(path):
                 left.unlink(missing_ok=True)  # of a process that died while packing
             yield path
         return

@@ -125,6 +125,13 @@ def bf16_to_float(bits: NDArray[Any]) -> Float32:
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
+def float_to_bf16(values: Float32) -> NDArray[np.uint16]:
+    """bf16 bits of float32 values, same shape: nearest even, NaN quiet; too large is infinite."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + (bits >> 16 & np.uint32(1))) >> 16
+    return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
+
+
 def read_span(path: Path, offset: int, num_bytes: int) -> NDArray[np.uint8]:
     """Bytes [offset, offset + num_bytes) of a file. Raises CheckpointError when it is too short."""
     try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import math
 import os
 from collections import Counter, deque
@@ -47,6 +48,9 @@ Progress = Callable[[str, int, int], None]
 
 OWN = "own"  # instead of a mix: every tensor keeps the type it has
 _RUN_VALUES = 1 << 21  # values turned into float32 at once, per thread
+_RUN_BYTES = (
+    32  # of a run for each value: floats, blocks, and what is read back to measure the error
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +89,11 @@ class GGUFPlan:
         """Bits per value over all tensors."""
         values = sum(math.prod(tensor.shape) for tensor in self.tensors)
         return 8 * sum(tensor.num_bytes for tensor in self.tensors) / values
+
+    def memory_bytes(self, threads: int) -> int:
+        """About what `write_gguf` holds at once: the largest tensor as read, and the runs at work."""
+        largest = max(math.prod(tensor.shape) for tensor in self.tensors)
+        return 4 * largest + (threads + 1) * _RUN_BYTES * min(_RUN_VALUES, largest)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -482,7 +491,7 @@ def _pieces(
 
     for begin in range(0, rows, step):
         end = min(begin + step, rows)
-        yield lambda begin=begin, end=end: job(begin, end)  # type: ignore[misc]
+        yield functools.partial(job, begin, end)
 
 
 def _square_sum(values: Float32) -> float:

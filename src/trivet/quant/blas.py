@@ -10,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import ctypes
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -48,7 +49,7 @@ def single_threaded() -> Iterator[bool]:
                 continue
             before = int(getter())
             setter(1)
-            restore.append(lambda setter=setter, before=before: setter(before))  # type: ignore[misc]
+            restore.append(functools.partial(setter, before))
             break
     try:
         yield bool(restore)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trivet.checkpoint import SourceTensor
-from trivet.checkpoint.source import FloatMatrix
+from trivet.checkpoint.source import FloatMatrix, bf16_to_float, float_to_bf16
 from trivet.config import Scheme, WeightFormat
 from trivet.errors import QuantError
 from trivet.native.weights import WeightTensor, dequantize, hadamard_width, rotate
@@ -234,12 +234,11 @@ def _to_bf16(source: SourceTensor, kind: str) -> Converted:
     tally = _Tally()
     for begin, end in _row_runs(rows, k):
         values = float_rows(source, begin, end)
-        bits = values.view(np.uint32)
-        rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
-        tiny = (bits & 0x7F800000) == 0
-        rounded = np.where(tiny, rounded & 0x8000, rounded)  # subnormal numbers count as zero
+        rounded = float_to_bf16(values)
+        tiny = (values.view(np.uint32) & 0x7F800000) == 0
+        rounded = np.where(tiny, rounded & np.uint16(0x8000), rounded)  # subnormal counts as zero
         codes[begin:end] = rounded
-        kept = (rounded << 16).view(np.float32)
+        kept = bf16_to_float(rounded)
         if not np.isfinite(kept).all():
             raise QuantError("a value is too large for bf16")
         tally.add(kept, values)

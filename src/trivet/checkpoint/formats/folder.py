@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -24,8 +23,9 @@ from trivet.checkpoint.formats.fp8 import Fp8Weight
 from trivet.checkpoint.formats.grid import CodeGrid, normalized, to_grid
 from trivet.checkpoint.formats.stored import NUMPY_TYPES, Stored
 from trivet.checkpoint.huggingface import HuggingFaceCheckpoint
-from trivet.checkpoint.source import bf16_to_float
+from trivet.checkpoint.source import bf16_to_float, float_to_bf16
 from trivet.errors import CheckpointError, ConfigError, QuantError
+from trivet.files import new_folder
 from trivet.native.weights import WeightTensor
 
 Float32 = NDArray[np.float32]
@@ -85,28 +85,18 @@ def write(
     """
     target, source_path = Path(folder), Path(source_folder)
     options = _checked_options(format, config or {})
-    if target.exists():
-        raise CheckpointError(target, "exists; a model is never overwritten")
     source = HuggingFaceCheckpoint(source_path)
     if source.quantized_types:
         raise CheckpointError(source_path, "is quantized; expected a folder of float weights")
     missing = sorted(set(weights) - set(source.tensors))
     if missing:
         raise CheckpointError(source_path, "is missing, though a weight is given", missing[0])
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        temporary.mkdir(parents=True)
+    with new_folder(target) as temporary:
         _copy_side_files(source_path, temporary)
         made = _write_tensors(temporary, source, weights, format, options)
         for name, value in made.items():
-            _write_text(temporary / name, value)
-        _flush_folder(temporary)
-        temporary.rename(target)
-        _flush_folder(target.parent)
-    except OSError as error:
-        raise CheckpointError(target, f"cannot be written: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+            (temporary / name).write_text(text, "utf-8")
     return sorted(path.name for path in target.iterdir())
 
 
@@ -300,10 +290,7 @@ def _float_stored(values: Float32, kind: str, name: str) -> Stored:
         with np.errstate(over="ignore"):
             stored = Stored("F16", values.astype(np.float16))
     else:
-        bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-        rounded = (bits + np.uint32(0x7FFF) + (bits >> 16 & np.uint32(1))) >> 16
-        rounded = np.where(np.isnan(values), np.uint32(0x7FC0), rounded)
-        stored = Stored("BF16", rounded.astype(np.uint16))
+        stored = Stored("BF16", float_to_bf16(values))
     _require_finite(name, stored)
     return stored
 
@@ -315,6 +302,8 @@ def _require_finite(name: str, stored: Stored) -> None:
 
 class ShardWriter:
     """Streams tensors into safetensors files; headers are written when a shard is complete.
+
+    Nothing is flushed: `trivet.files.new_folder` does that with the whole folder.
 
     capacity  room that each file's header is given, a bound of what all tensors' entries take
     """
@@ -366,8 +355,6 @@ class ShardWriter:
         assert len(raw) <= self._capacity, (len(raw), self._capacity)
         self._file.seek(0)
         self._file.write(self._capacity.to_bytes(8, "little") + raw.ljust(self._capacity))
-        self._file.flush()
-        os.fsync(self._file.fileno())
         self._file.close()
         self._file = None
 
@@ -396,27 +383,6 @@ def _side_files(folder: Path) -> Iterator[Path]:
 
 def _copy_side_files(source: Path, folder: Path) -> None:
     """Everything beside weights and config: tokenizer, template, generation config, licence, code."""
-    for path in _side_files(source):
-        _write_bytes(folder / path.name, path.read_bytes())
-    for path in sorted(source.glob("LICENSE*")):
-        if path.is_file():
-            _write_bytes(folder / path.name, path.read_bytes())
-
-
-def _write_text(path: Path, value: Mapping[str, Any]) -> None:
-    _write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
-
-
-def _write_bytes(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _flush_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    licences = (path for path in sorted(source.glob("LICENSE*")) if path.is_file())
+    for path in (*_side_files(source), *licences):
+        (folder / path.name).write_bytes(path.read_bytes())

@@ -5,12 +5,13 @@ NaN. A weight is value * scale with one scale for the tensor, for each output ro
 of 128 x 128 (edge blocks may be partial). Per linear [out, in]:
 
     weight            F8_E4M3 [out, in]
-    weight_scale_inv  blocks: [ceil(out / 128), ceil(in / 128)]; or one scale. The name is historical:
-                      it multiplies
+    weight_scale_inv  [ceil(out / 128), ceil(in / 128)]. The name is historical: it multiplies
     weight_scale      one scale, or [out, 1]
     input_scale       static activations; not used here, activations are scaled as they come
 
-Source: OCP 8-bit floating point, and transformers ``FineGrainedFP8``.
+Written are these names, which are vLLM's; read is either name with any of the shapes. transformers has
+one scale under ``weight_scale_inv`` too, and none a row. Source: OCP 8-bit floating point, vLLM 0.32
+``fp8.py``, transformers 5.24 ``FineGrainedFP8``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from trivet.checkpoint.formats.stored import (
     Settings,
     Stored,
     StoredTensors,
-    logical_info,
 )
 from trivet.checkpoint.source import FloatMatrix, SourceTensor, TensorInfo
 from trivet.config import WeightFormat
@@ -238,11 +238,7 @@ class FP8Reader(FormatReader):
         hidden = {name for name, _ in self._scales.values()}
         hidden |= {name.removesuffix("weight") + "input_scale" for name in self._scales}
         self.tensors: Mapping[str, TensorInfo] = {
-            name: logical_info(name, info.dtype, info.shape, info)  # type: ignore[arg-type]
-            if name in self._scales
-            else info
-            for name, info in stored.infos.items()
-            if name not in hidden
+            name: info for name, info in stored.infos.items() if name not in hidden
         }
 
     def _scale(

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from trivet.checkpoint.ggml import kquants, legacy
 from trivet.checkpoint.ggml.blocks import FLOAT_TYPES, TYPES, BlockType
+from trivet.checkpoint.source import bf16_to_float, float_to_bf16
 from trivet.errors import QuantError
 
 _Float32 = NDArray[np.float32]
@@ -102,20 +103,17 @@ def _float_values(kind: str, raw: _Bytes) -> _Float32:
         return raw.view("<f4")
     if kind == "F16":
         return raw.view("<f2").astype(np.float32)
-    return (raw.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return bf16_to_float(raw.view("<u2"))
 
 
 def _float_bytes(kind: str, x: _Float32) -> _Bytes:
     x = np.ascontiguousarray(x, np.float32)
     if kind == "F32":
         return x.view(np.uint8)
-    if kind == "F16":
-        if x.size and np.abs(x).max() >= 65520:
-            raise QuantError("a value is too large for F16")
-        return x.astype("<f2").view(np.uint8)
-    bits = x.view(np.uint32)
-    rounded = (bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    half = rounded.astype("<u2")
-    if half.size and ((half & 0x7F80) == 0x7F80).any():
-        raise QuantError("a value is too large for BF16")
-    return half.view(np.uint8)
+    with np.errstate(over="ignore"):
+        half: Any = x.astype("<f2") if kind == "F16" else float_to_bf16(x).astype("<u2")
+    infinite = np.isinf(half) if kind == "F16" else (half & 0x7F80) == 0x7F80
+    if infinite.any():
+        raise QuantError(f"a value is too large for {kind}")
+    raw: _Bytes = half.view(np.uint8)
+    return raw

@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trivet.checkpoint.gguf import GGUFCheckpoint
-from trivet.checkpoint.gguf_write import TensorPlan, replacing, write_gguf_file
+from trivet.checkpoint.gguf_write import TensorPlan, write_gguf_file
 from trivet.errors import CheckpointError
+from trivet.files import new_file
 
 Float32 = NDArray[np.float32]
 
@@ -120,8 +121,9 @@ def _from_gguf(path: Path) -> ImportanceMatrix:
 
 
 def _count(value: object, default: int) -> int:
-    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    return value if is_count else default  # type: ignore[return-value]
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    return default
 
 
 def _from_dat(path: Path, raw: bytes) -> ImportanceMatrix:
@@ -155,12 +157,13 @@ def _from_dat(path: Path, raw: bytes) -> ImportanceMatrix:
             entries[name] = Entry(values[None], np.array([max(calls, 1)], np.float32))
     if not entries:
         raise CheckpointError(path, "is not an importance matrix: it has no entries")
-    chunks, datasets = 0, ()
+    chunks = 0
+    datasets: tuple[str, ...] = ()
     if at < len(raw):
         chunks = number("the number of chunks", 1 << 30)
     if at < len(raw):
         length = number("the length of the text's name", _MAX_NAME)
-        datasets = (take(length, "the text's name").decode("utf-8", "replace"),)  # type: ignore[assignment]
+        datasets = (take(length, "the text's name").decode("utf-8", "replace"),)
     return ImportanceMatrix(entries, datasets, chunks, path=path)
 
 
@@ -199,7 +202,5 @@ def _write_dat(path: Path, matrix: ImportanceMatrix) -> None:
         parts.append(struct.pack("<ii", calls, means.size) + means.astype("<f4").tobytes())
     dataset = (matrix.datasets[-1] if matrix.datasets else "").encode()
     parts.append(struct.pack("<ii", matrix.chunk_count, len(dataset)) + dataset)
-    with replacing(path) as temporary, temporary.open("wb") as file:
-        file.write(b"".join(parts))
-        file.flush()
-        os.fsync(file.fileno())
+    with new_file(path) as temporary:
+        temporary.write_bytes(b"".join(parts))
