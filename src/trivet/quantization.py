@@ -17,7 +17,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from trivet import files
 from trivet.checkpoint import ModelSource, Tokenizer, resolve_model
+from trivet.checkpoint.formats import FORMATS as FOLDER_FORMATS
 from trivet.config import ModelConfig
 from trivet.errors import CheckpointError, ConfigError
 from trivet.json_values import plain
@@ -25,7 +27,7 @@ from trivet.models import ModelSpec, open_model
 from trivet.models.gguf_export import plan_gguf
 from trivet.models.load import Model
 from trivet.quant.blas import Workers, single_threaded
-from trivet.quant.calibrate import build_calibration
+from trivet.quant.calibrate import CalibrationConfig
 from trivet.quant.gguf import (
     FILE_NAME,
     PREFIX,
@@ -37,7 +39,7 @@ from trivet.quant.gguf import (
 )
 from trivet.quant.grid import Grid
 from trivet.quant.methods.gptq import GptqConfig
-from trivet.quant.pipeline import CALIBRATED, Outcome, Recipe, quantize_model, require_unquantized
+from trivet.quant.pipeline import Outcome, Recipe, quantize_model, require_unquantized
 from trivet.quant.plan import (
     FP8_BLOCKS,
     METHODS,
@@ -50,11 +52,12 @@ from trivet.quant.plan import (
 )
 from trivet.sizing import available_threads
 
-FORMATS = ("native", "gptq", "gptq_v2", "awq", "compressed-tensors", "fp8")
+FORMATS = ("native", *FOLDER_FORMATS)
 GATES = ("fast", "full", "off")
 NATIVE = "compressed-tensors"  # what `native` writes: the engine keeps it as it is
 Progress = Callable[[str, float, float], None]
 _MAX_SAMPLES = 1 << 20
+_PROCESS_BYTES = 160 << 20  # of the interpreter with numpy and the native core
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +65,8 @@ class Prediction:
     """What is known before anything runs.
 
     bytes          of all tensors of the output        source_bytes  the same model in bf16
-    memory_bytes   of the calibration: hidden states, one layer, sums
-    loaders        who loads the result, and the largest tensor-parallel degree
+    memory_bytes   of the work, about: what is held at once, and the interpreter
+    loaders        who should load the result, and the largest tensor-parallel degree
     """
 
     bytes: int
@@ -120,10 +123,12 @@ class Quantized:
         return result
 
 
-def predict(model: Model, plan: Plan, recipe: Recipe, samples: int, window: int) -> Prediction:
+def predict(model: Model, plan: Plan, recipe: Recipe, calibrate: CalibrationConfig) -> Prediction:
     """Bytes, memory and loaders of a plan."""
     spec = model.spec
-    rows = samples * window * 9 // 8 if recipe.needs_calibration else 0
+    rows = 0
+    if recipe.needs_calibration:
+        rows = calibrate.samples * calibrate.window * 9 // 8  # with the part kept apart
     layer = 4 * (spec.hidden_size * (2 * spec.q_size + 2 * spec.kv_size + 3 * spec.ffn_size))
     sums = 8 * 4 * max(spec.hidden_size, spec.q_size, spec.ffn_size) ** 2
     streams = 4 * rows * (2 * spec.hidden_size + spec.ffn_size)
@@ -131,7 +136,7 @@ def predict(model: Model, plan: Plan, recipe: Recipe, samples: int, window: int)
     return Prediction(
         plan.bytes,
         float_bytes,
-        streams + sums + 4 * layer + 4 * spec.vocab_size * spec.hidden_size + (160 << 20),
+        streams + sums + 4 * layer + 4 * spec.vocab_size * spec.hidden_size + _PROCESS_BYTES,
         loaders(plan, recipe.format, recipe.gptq.act_order),
         plan.names(),
     )
@@ -195,14 +200,23 @@ def quantize(
     opened = open_model(source)
     if not requantize and method != "none":
         require_unquantized(opened)
+    calibrate = CalibrationConfig(
+        None if traffic is None else Path(traffic), samples, window, general_share, seed
+    )
     settings = _Settings(
-        source, opened, target, os.fspath(model), traffic, samples, window, general_share, seed,
-        threads or available_threads(), gate, progress or _silent, evaluate or {}, announce,
-        requantize,
+        source, opened, target, os.fspath(model), calibrate, threads or available_threads(), gate,
+        progress or _silent, evaluate or {}, announce, requantize,
     )  # fmt: skip
     if format.startswith(PREFIX) or method in ("none", "kquant"):
+        if auto or mixed is not None:
+            allowed = (
+                "a format of folders with --auto or --mixed; GGUF mixes say each tensor's type"
+            )
+            raise ConfigError("format", format, allowed)
         return _to_gguf(settings, method, format, tuple(keep), max_bytes, dry_run)
     config = GptqConfig(damp=damp, act_order=act_order)
+    if auto and mixed is not None:
+        raise ConfigError("mixed", mixed, "without --auto, which chooses the formats itself")
     if auto:
         return _automatic(
             settings, config, tuple(keep), max_bytes, _written_format(format), dry_run
@@ -213,7 +227,7 @@ def quantize(
     if mixed is not None:
         plan = _mixed(settings, plan, default, mixed, max_bytes)
     _require_budget(plan, max_bytes)
-    return _attempt(settings, plan, recipe, target, dry_run, sym)
+    return _attempt(settings, plan, recipe, target, dry_run)
 
 
 def _to_gguf(
@@ -233,15 +247,21 @@ def _to_gguf(
     to_folder = method == "none" and not format.startswith(PREFIX)
     if to_folder and settings.model.checkpoint.kind != "gguf":
         raise ConfigError("format", format, "gguf:own or gguf:TYPE: the model is a folder already")
+    if to_folder and format != "native":
+        raise ConfigError("format", format, "native, which is float, with the method none")
     spec = settings.model.spec
     float_bytes = make_plan(spec, None).bytes
     if to_folder:
-        prediction = Prediction(2 * float_bytes, float_bytes, 1 << 30, {}, {})
+        memory = _PROCESS_BYTES + 32 * spec.vocab_size * spec.hidden_size  # widened in float64
+        prediction = Prediction(2 * float_bytes, float_bytes, memory, {}, {})
     else:
         planned = plan_gguf(settings.model, gguf_type(format), None, parse_keep(keep))
         kinds = collections.Counter(tensor.kind for tensor in planned.tensors)
+        memory = _PROCESS_BYTES + planned.memory_bytes(settings.threads)
+        if method == "kquant":
+            memory += float_bytes  # the model in bf16, mapped while inputs are collected
         prediction = Prediction(
-            planned.num_bytes, float_bytes, 1 << 30, gguf_loaders(planned), dict(kinds)
+            planned.num_bytes, float_bytes, memory, gguf_loaders(planned), dict(kinds)
         )
         if max_bytes is not None and planned.num_bytes > max_bytes:
             allowed = f"at least the {planned.num_bytes} bytes that are predicted"
@@ -251,8 +271,7 @@ def _to_gguf(
     if dry_run:
         spent = time.monotonic() - started
         return Quantized(None, prediction, None, spent, _peak_rss(), None, method, format)
-    candidate = _named(settings.target, "candidate")
-    shutil.rmtree(candidate, ignore_errors=True)
+    candidate = _candidate(settings.target)
     if method == "none":
         outcome = convert(settings.source, settings.model, candidate, format, settings.progress)
     else:
@@ -262,11 +281,7 @@ def _to_gguf(
             gguf_type(format),
             method=method,
             keep=keep,
-            traffic=None if settings.traffic is None else Path(settings.traffic),
-            samples=settings.samples,
-            window=settings.window,
-            general_share=settings.general_share,
-            seed=settings.seed,
+            calibrate=settings.calibrate,
             threads=settings.threads,
             requantized=settings.requantize,
             progress=settings.progress,
@@ -289,7 +304,7 @@ def _settle(target: Path, candidate: Path, judged: dict[str, Any] | None) -> Pat
         text = json.dumps(plain(judged), indent=1, allow_nan=False)
         (candidate / "gate.json").write_text(text + "\n", "utf-8")
     shutil.rmtree(candidate / ".trivet", ignore_errors=True)  # the gate's packed cache
-    candidate.rename(final)
+    files.settle(candidate, final)
     return final
 
 
@@ -301,11 +316,7 @@ class _Settings:
     model: Model
     target: Path
     name: str
-    traffic: str | os.PathLike[str] | None
-    samples: int
-    window: int
-    general_share: float
-    seed: int
+    calibrate: CalibrationConfig
     threads: int
     gate: str
     progress: Progress
@@ -320,6 +331,14 @@ def _silent(what: str, done: float, total: float) -> None:
 
 def _named(target: Path, ending: str) -> Path:
     return target.with_name(f"{target.name}.{ending}")
+
+
+def _candidate(target: Path) -> Path:
+    """Where the result lies until it is judged; what a run that was killed left there is removed."""
+    candidate = _named(target, "candidate")
+    for left in (candidate, *files.left_behind(candidate)):
+        shutil.rmtree(left, ignore_errors=True)
+    return candidate
 
 
 def _default_target(method: str, bits: int, group_size: int | None, sym: bool, fp8: str) -> Target:
@@ -366,14 +385,10 @@ def _mixed(settings: _Settings, plan: Plan, low: Target, mixed: str, max_bytes: 
         raise ConfigError("mixed", mixed, "together with --max-bytes")
     _require_budget(plan, max_bytes)
     tokenizer = Tokenizer(settings.model.tokenizer_data(), settings.source.path)
-    texts = build_calibration(
-        tokenizer,
-        None if settings.traffic is None else Path(settings.traffic),
-        samples=4,
-        window=min(settings.window, 128),
-        general_share=settings.general_share,
-        seed=settings.seed,
+    few = dataclasses.replace(
+        settings.calibrate, samples=4, window=min(settings.calibrate.window, 128)
     )
+    texts = few.build(tokenizer, settings.model.spec.max_positions)
     settings.progress("measuring sensitivity", 0, 1)
     with single_threaded(), Workers(settings.threads) as workers:
         units = measure_units(settings.model, texts.train, low, high, workers)
@@ -389,7 +404,7 @@ def _require_budget(plan: Plan, max_bytes: int | None) -> None:
 
 
 def _attempt(
-    settings: _Settings, plan: Plan, recipe: Recipe, target: Path, dry_run: bool, sym: bool
+    settings: _Settings, plan: Plan, recipe: Recipe, target: Path, dry_run: bool
 ) -> Quantized:
     """Predict, quantize, judge, name."""
     if recipe.format == "awq" and any(
@@ -397,7 +412,7 @@ def _attempt(
     ):
         raise ConfigError("format", "awq", "another format: AWQ has 4 bits only")
     started = time.monotonic()
-    prediction = predict(settings.model, plan, recipe, settings.samples, settings.window)
+    prediction = predict(settings.model, plan, recipe, settings.calibrate)
     form = "+".join(sorted(plan.names()))
     if settings.announce is not None:
         settings.announce(prediction)
@@ -412,18 +427,13 @@ def _attempt(
             recipe.method,
             form,
         )
-    candidate = _named(target, "candidate")
-    shutil.rmtree(candidate, ignore_errors=True)  # of a run that was killed while it was judged
+    candidate = _candidate(target)
     outcome = quantize_model(
         settings.source,
         plan,
         recipe,
         candidate,
-        traffic=None if settings.traffic is None else Path(settings.traffic),
-        samples=settings.samples,
-        window=settings.window,
-        general_share=settings.general_share,
-        seed=settings.seed,
+        calibrate=settings.calibrate,
         threads=settings.threads,
         progress=settings.progress,
     )
@@ -449,7 +459,7 @@ def _judge(settings: _Settings, candidate: Path) -> dict[str, Any] | None:
     evaluation = evaluate_model(
         ModelConfig(model=str(candidate), threads=settings.threads),
         ModelConfig(model=settings.name, weights="bf16", threads=settings.threads),
-        gate=GateOptions(size=settings.gate, seed=settings.seed),
+        gate=GateOptions(size=settings.gate, seed=settings.calibrate.seed),
         on_check=advance,
         **settings.evaluate,
     )
@@ -502,7 +512,7 @@ def _automatic(
         for ending in ("", ".rejected", ".undecided"):
             shutil.rmtree(place.with_name(place.name + ending), ignore_errors=True)
         recipe = _recipe(method, format, config, settings.requantize)
-        done = _attempt(settings, plan, recipe, place, dry_run, True)
+        done = _attempt(settings, plan, recipe, place, dry_run)
         attempts.append({"name": name, "predicted_bytes": plan.bytes, "verdict": done.verdict})
         if last is not None and last.path is not None and last is not passed:
             shutil.rmtree(last.path, ignore_errors=True)
@@ -531,8 +541,5 @@ def _automatic(
     ):  # only the proof at 8 bits passed: over the budget
         ending = ".rejected"
     final = settings.target.with_name(settings.target.name + ending)
-    best.path.rename(final)
+    files.settle(best.path, final)
     return dataclasses.replace(best, path=final, attempts=attempts)
-
-
-__all__ = ["CALIBRATED", "Prediction", "Quantized", "predict", "quantize"]

@@ -16,6 +16,7 @@ import pytest
 
 from support.tiny_models import Variant, build_folder, build_gguf
 from trivet.checkpoint import resolve_model
+from trivet.checkpoint.huggingface import read_safetensors_header
 from trivet.errors import CheckpointError, ConfigError, QuantError
 from trivet.models import open_model
 from trivet.models.reference import float_logits
@@ -73,6 +74,24 @@ def test_every_method_writes_what_the_loader_reads(
             assert linear["damp"] == 0.01
     assert (tmp_path / "out" / "tokenizer.json").exists()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+
+
+@pytest.mark.parametrize("format", ["fp8", "compressed-tensors"])
+@pytest.mark.parametrize("scale", ["tensor", "channel", "block"])
+def test_fp8_weights_keep_their_kind_of_scale_whatever_their_shape(
+    tmp_path: Path, format: str, scale: str
+) -> None:
+    """Matrices of 128 x 128 are one block, and still blocks among others."""
+    square = Variant(hidden=128, heads=4, kv_heads=4, head_dim=32, ffn=256, layers=2, tied=True)
+    source = build_folder(tmp_path / "source", square, dtype="F32")
+    settings = {**QUICK, "method": "fp8", "fp8": scale, "format": format}
+    quantize(source, tmp_path / "out", **settings)
+    assert logit_error(source, tmp_path / "out") < 0.2
+    infos = read_safetensors_header(tmp_path / "out" / "model.safetensors")
+    is_fp8_block = (format, scale) == ("fp8", "block")
+    suffix = "weight_scale_inv" if is_fp8_block else "weight_scale"
+    shapes = {infos[f"model.layers.0.{name}.{suffix}"].shape for name in ("self_attn.q_proj",)}
+    assert shapes == {{"tensor": (1,), "channel": (128, 1), "block": (1, 1)}[scale]}
 
 
 @pytest.mark.parametrize("format", ["gptq", "gptq_v2", "awq", "compressed-tensors"])
@@ -268,6 +287,13 @@ def test_who_loads_it_is_known_before(source: Path) -> None:
     assert not loads("w8-g32", "gptq")["vllm-cpu"]
     assert loads("w4-g32-zp", "awq")["vllm-cpu"]
     assert not loads("w3-g32", "compressed-tensors")["vllm-cpu"]
+    for scale in ("tensor", "channel"):  # both have another name for it, or no place
+        assert not loads(f"fp8-{scale}", "fp8")["transformers"]
+    assert loads("fp8-tensor", "fp8")["vllm-gpu"]
+    assert not loads("fp8-channel", "fp8")["vllm-gpu"]
+    assert not loads("fp8-block", "fp8")["transformers"]  # 64 columns are part of a block
+    answers = loaders(make_plan(spec, parse_target("w4-g32")), "gptq", "static")
+    assert [name for name, a in answers.items() if isinstance(a, dict) and a["tried"]] == ["trivet"]
     assert loaders(make_plan(spec, parse_target("w4-g32")), "gptq", "static")[
         "max_tensor_parallel"
     ] == 2  # fmt: skip
@@ -283,6 +309,9 @@ def test_who_loads_it_is_known_before(source: Path) -> None:
         ({"format": "awq", "bits": 3}, "format"),
         ({"format": "awq", "act_order": "desc_act"}, "act_order"),
         ({"samples": 0}, "samples"),
+        ({"method": "kquant", "format": "gguf:Q4_0", "auto": True}, "format"),
+        ({"method": "rtn", "format": "gguf:Q4_0", "mixed": "w8-g32"}, "format"),
+        ({"mixed": "w8-g32", "auto": True, "max_bytes": 1 << 40}, "mixed"),
     ],
 )
 def test_settings_that_do_not_fit_are_named(
@@ -312,6 +341,19 @@ def test_a_model_goes_to_gguf_and_back_without_a_change(source: Path, tmp_path: 
     assert logit_error(source, back.path) == 0
     with pytest.raises(ConfigError, match="a folder already"):
         quantize(source, tmp_path / "again", method="none", **QUICK)
+    with pytest.raises(ConfigError, match="format: 'gptq'"):
+        quantize(to.path, tmp_path / "again", method="none", format="gptq", **QUICK)
+
+
+def test_the_memory_of_a_gguf_file_is_predicted_from_the_model(
+    source: Path, tmp_path: Path
+) -> None:
+    def predicted(method: str, threads: int) -> int:
+        settings = {**QUICK, "method": method, "format": "gguf:Q4_0", "threads": threads}
+        return quantize(source, tmp_path / "out", dry_run=True, **settings).prediction.memory_bytes
+
+    assert 160 << 20 < predicted("rtn", 1) < predicted("rtn", 4) < 256 << 20
+    assert predicted("kquant", 1) > predicted("rtn", 1)
 
 
 def test_a_method_that_gguf_has_not_is_refused(source: Path, tmp_path: Path) -> None:

@@ -110,6 +110,7 @@ def quantize(
     every layer, on how many tokens, with what error.
     """
     from trivet.errors import ConfigError
+    from trivet.evaluate import default_ledger
     from trivet.quantization import quantize as run
 
     out = Output(json)
@@ -140,6 +141,7 @@ def quantize(
             auto=auto,
             mixed=mixed,
             threads=threads,
+            evaluate={"ledger_path": default_ledger()},
             progress=progress,
             announce=lambda prediction: _announce(out, prediction),
         )
@@ -181,7 +183,8 @@ def _announce(out: Output, prediction: Prediction) -> None:
     ]
     for name, answer in prediction.loaders.items():
         if isinstance(answer, dict):
-            rows.append((name, f"{'yes' if answer['loads'] else 'no'}: {answer['because']}"))
+            said = f"{'yes' if answer['loads'] else 'no'}: {answer['because']}"
+            rows.append((name, said if answer["tried"] else f"{said} (by its code)"))
     if "max_tensor_parallel" in prediction.loaders:
         rows.append(("tensor parallel", f"up to {prediction.loaders['max_tensor_parallel']}"))
     out.note("predicted")

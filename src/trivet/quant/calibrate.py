@@ -59,6 +59,28 @@ class Document:
 
 
 @dataclasses.dataclass(frozen=True)
+class CalibrationConfig:
+    """What to calibrate on: the arguments of `build_calibration`."""
+
+    traffic: str | Path | None = None
+    samples: int = 128
+    window: int = 512
+    general_share: float = 0.25
+    seed: int = 0
+
+    def build(self, tokenizer: Tokenizer, max_positions: int) -> CalibrationSet:
+        """The texts for a model whose context is no shorter than a window."""
+        return build_calibration(
+            tokenizer,
+            self.traffic,
+            samples=self.samples,
+            window=min(self.window, max_positions),
+            general_share=self.general_share,
+            seed=self.seed,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class CalibrationSet:
     """Windows to calibrate on and windows never calibrated on, with a report of how they came about."""
 

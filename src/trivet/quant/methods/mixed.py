@@ -12,7 +12,7 @@ those of several units are taken to add up; what a mix really costs the gate mea
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -59,7 +59,7 @@ def measure_units(
     for layer in range(model.spec.num_layers):
         weights = LayerWeights.read(model, layer)
         start = list(stream.hidden[:num_base])
-        _advance(stream, weights)
+        stream.advance(weights)
         common, common_batches = stream.hidden, stream.batches
         for roles in FUSED:
             changed = weights.copy()
@@ -75,7 +75,7 @@ def measure_units(
                 low_bytes += target_bytes(low, *weight.shape)
                 high_bytes += target_bytes(high, *weight.shape)
             stream.hidden, stream.batches = list(start), list(base_batches)
-            _advance(stream, changed)
+            stream.advance(changed)
             common = common + stream.hidden
             common_batches = common_batches + base_batches
             ratio = above / below if below else 1.0
@@ -86,11 +86,6 @@ def measure_units(
         Unit(layer, roles, kl, kl * ratio, low_bytes, high_bytes)
         for (layer, roles, ratio, low_bytes, high_bytes), kl in zip(found, divergences, strict=True)
     ]
-
-
-def _advance(stream: Stream, weights: LayerWeights) -> None:
-    stream.add_linear(stream.attention(weights), weights, "o")
-    stream.add_linear(stream.gated(weights), weights, "down")
 
 
 def _divergences(model: Model, stream: Stream, num_base: int) -> list[float]:
@@ -149,16 +144,4 @@ def mixed_plan(plan: Plan, units: Sequence[Unit], high: Grid, max_bytes: int) ->
 
 
 def _is_low(plan: Plan, unit: Unit) -> bool:
-    sizes = matrix_bytes(plan, unit)
-    return sum(sizes) == unit.low_bytes
-
-
-def matrix_bytes(plan: Plan, unit: Unit) -> list[int]:
-    """Bytes of the unit's linears in a plan."""
-    return [plan.num_bytes(unit.layer, role) for role in unit.roles]
-
-
-def table(units: Sequence[Unit]) -> Iterator[dict[str, float | str]]:
-    """Units for the report, the most sensitive first."""
-    for unit in sorted(units, key=lambda u: -u.low_kl):
-        yield {"unit": unit.name, "low_kl": unit.low_kl, "high_kl": unit.high_kl}
+    return sum(plan.num_bytes(unit.layer, role) for role in unit.roles) == unit.low_bytes

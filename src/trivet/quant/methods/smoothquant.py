@@ -1,8 +1,7 @@
 """SmoothQuant: part of the range of activations moves into the weights, so that both fit int8.
 
-s = max|x|^a / max|w|^(1-a) per column, folded into the norms before q, k, v and gate, up (and, asked
-for, into v and up). Weights become int8 with one scale per row; activations are scaled per row as they
-come (dynamic) or by a scale fixed here (static, its own variable: it must earn its place).
+s = max|x|^a / max|w|^(1-a) per column, folded into the norms before q, k, v and gate, up. Weights
+become int8 with one scale per row; activations are scaled per row as they come, not by stored scales.
 
 Source: arXiv:2211.10438.
 """
@@ -39,8 +38,3 @@ def smoothing_factors(
     factors = factors / np.sqrt(factors.max() * factors.min())
     limited: Float32 = factors.clip(1 / _SPREAD, _SPREAD).astype(np.float32)
     return limited
-
-
-def static_input_scale(stats: InputStats) -> float:
-    """The scale of static int8 activations at a point: its largest magnitude over 127."""
-    return max(float(stats.absmax.max()), _FLOOR) / 127
