@@ -20,7 +20,8 @@ import pytest
 
 from support.toy_server import HOOKS, toy_config, toy_server
 from trivet.errors import ConfigError, EngineError, TrivetError
-from trivet.gateway import LocalServer
+from trivet.gateway import LocalServer, pool
+from trivet.gateway.spawn import SpawnedWorker, spawn_worker
 
 PATH = "/v1/completions"
 SLOW = "toy:step_seconds=0.02"
@@ -85,6 +86,13 @@ def test_health_is_503_while_loading() -> None:
 def test_stop_while_loading() -> None:
     with LocalServer(toy_config("toy:load_seconds=30"), HOOKS, wait_ready=False):
         pass
+
+
+def test_stop_while_packing() -> None:
+    begin = time.monotonic()
+    with LocalServer(toy_config("toy:pack_seconds=60"), HOOKS, wait_ready=False):
+        pass
+    assert time.monotonic() - begin < 30
 
 
 def test_model_that_cannot_be_loaded() -> None:
@@ -200,6 +208,25 @@ def test_dead_worker_is_reported_and_restarted(capfd: pytest.CaptureFixture[str]
     logged = capfd.readouterr().err
     assert "w0 died" in logged
     assert "secret" not in logged
+
+
+def test_a_restart_that_finds_no_process_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    refusals = [OSError(11, "no more processes")] * 2
+
+    def spawn(factory: str) -> SpawnedWorker:
+        if refusals:
+            raise refusals.pop()
+        return spawn_worker(factory)
+
+    with serving() as client:
+        monkeypatch.setattr(pool, "spawn_worker", spawn)
+        os.kill(worker_of(client)["pid"], signal.SIGKILL)
+        wait_until(lambda: client.get("/health").status_code == 503)
+        wait_until(lambda: client.get("/health").status_code == 200)
+        assert worker_of(client)["restarts"] == 1
+    assert capfd.readouterr().err.count("no more processes") == 2
 
 
 @pytest.mark.slow

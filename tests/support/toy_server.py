@@ -17,7 +17,7 @@ from typing import Any
 from support.toy_runner import ToyArena, ToyRunner
 from trivet.config import EngineConfig, ModelConfig, ServerConfig
 from trivet.engine import Engine
-from trivet.errors import CheckpointError, RequestError
+from trivet.errors import CheckpointError, RequestError, TrivetError
 from trivet.gateway import Hooks, LocalServer
 from trivet.gateway.tokens import ModelFront
 from trivet.worker.frames import WorkerConfig
@@ -113,7 +113,14 @@ class ToyTokenizer:
         return text + ("assistant:" if add_generation_prompt else "")
 
 
-def load_front(config: ServerConfig, on_packed: Callable[[], None]) -> ModelFront:
+def load_front(
+    config: ServerConfig, on_packed: Callable[[], None], is_cancelled: Callable[[], bool]
+) -> ModelFront:
+    end = time.monotonic() + float(toy_options(config.model.model).get("pack_seconds", 0))
+    while time.monotonic() < end:
+        if is_cancelled():
+            raise TrivetError("packing was cancelled")
+        time.sleep(0.01)
     on_packed()
     return ModelFront(ToyTokenizer(), {"eos_token": "<eos>", "bos_token": "<bos>"})
 

@@ -1,9 +1,13 @@
 """The gateway: OpenAI's API in front of workers. Text lives only here.
 
-launch      what begins first: socket, workers, tokenizer
+launch      what begins first: socket, workers, front
+spawn       worker processes
+front       the model's tokenizer, and its packed cache where there is none
 server      LocalServer: the event loop from start to exit, signals, drain
 app         routes and admission
 protocol    bodies of requests and the errors that name their fields
+errors      OpenAI's envelope of an error
+tokens      what the gateway needs of a tokenizer; names of tokens
 generation  one API call while it runs
 answer      OpenAI's response objects
 stream      a JSON body or server-sent events to one client

@@ -13,28 +13,35 @@ from collections.abc import Callable
 from trivet.checkpoint.cache import AUTO, CacheQuery
 from trivet.checkpoint.header import PackedHeader
 from trivet.config import ServerConfig, WeightFormat
+from trivet.errors import TrivetError
 from trivet.gateway.tokens import ModelFront
 
 _PROGRESS_S = 2.0  # a line of progress at most this often; nothing for a job that ends sooner
 
 
 class _Progress:
-    """Lines on standard error while a model is packed for the first time."""
+    """Lines on standard error while a model is packed for the first time; ends it when cancelled."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_cancelled: Callable[[], bool]) -> None:
+        self._is_cancelled = is_cancelled
         self._printed_at = time.monotonic()
 
     def __call__(self, what: str, done: int, total: int) -> None:
+        if self._is_cancelled():
+            raise TrivetError(f"{what} was cancelled")
         now = time.monotonic()
         if now - self._printed_at >= _PROGRESS_S:
             self._printed_at = now
             print(f"{what}: {100 * done // max(1, total)} %", file=sys.stderr, flush=True)
 
 
-def load_front(config: ServerConfig, on_packed: Callable[[], None]) -> ModelFront:
+def load_front(
+    config: ServerConfig, on_packed: Callable[[], None], is_cancelled: Callable[[], bool]
+) -> ModelFront:
     """The tokenizer of a model; ``on_packed`` is called as soon as workers can map its weights.
 
-    Raises CheckpointError or ConfigError: the model cannot be used.
+    Raises CheckpointError or ConfigError: the model cannot be used. TrivetError: it was being packed
+    and ``is_cancelled`` became true.
     """
     model, weights = config.model.model, config.model.weights
     query = CacheQuery.of(model, None if weights == AUTO else WeightFormat.parse(weights))
@@ -42,7 +49,7 @@ def load_front(config: ServerConfig, on_packed: Callable[[], None]) -> ModelFron
     if packed is None:
         from trivet.quant import load_packed
 
-        packed = load_packed(model, weights, progress=_Progress()).file
+        packed = load_packed(model, weights, progress=_Progress(is_cancelled)).file
     on_packed()
     tokenizer = packed.tokenizer()
     special = dict(tokenizer.data.special_tokens)

@@ -28,11 +28,11 @@ DEFAULT_FRONT = "trivet.gateway.front:load_front"
 class Hooks(msgspec.Struct, frozen=True, kw_only=True):
     """Where engine and tokenizer come from, as ``module:function``; tests put toys here.
 
-    silence_limit_s  a worker that holds requests and says nothing for so long is killed
-
     engine  WorkerConfig -> LoadedEngine, called in the worker
-    front   (ServerConfig, on_packed) -> ModelFront, called in the gateway, off the event loop; calls
-            on_packed() when workers can begin to load
+    front   (ServerConfig, on_packed, is_cancelled) -> ModelFront, called in the gateway, off the event
+            loop; calls on_packed() when workers can begin to load, and raises TrivetError soon after
+            is_cancelled() is true
+    silence_limit_s  a worker that holds requests and says nothing for so long is killed
     """
 
     engine: str = DEFAULT_FACTORY
@@ -40,7 +40,7 @@ class Hooks(msgspec.Struct, frozen=True, kw_only=True):
     silence_limit_s: float = 300.0
 
 
-FrontLoader = Callable[[ServerConfig, Callable[[], None]], ModelFront]
+FrontLoader = Callable[[ServerConfig, Callable[[], None], Callable[[], bool]], ModelFront]
 
 
 def find_front(name: str) -> FrontLoader:
@@ -98,8 +98,14 @@ class Launch:
         self, config: ServerConfig, hooks: Hooks, spawned: Sequence[SpawnedWorker] = ()
     ) -> None:
         num_workers = num_workers_of(config.workers)
-        missing = num_workers - len(spawned)
-        self.workers = [*spawned, *(spawn_worker(hooks.engine) for _ in range(missing))]
+        self._cancelled = threading.Event()
+        self.workers = list(spawned)
+        try:
+            while len(self.workers) < num_workers:
+                self.workers.append(spawn_worker(hooks.engine))
+        except OSError:
+            self.cancel()
+            raise
         self.worker_config = worker_config(config, num_workers)
         self.front: Future[ModelFront] = Future()
         self.packed: Future[None] = Future()
@@ -110,7 +116,8 @@ class Launch:
 
     def _load(self, config: ServerConfig, name: str) -> None:
         try:
-            self.front.set_result(find_front(name)(config, self._on_packed))
+            front = find_front(name)(config, self._on_packed, self._cancelled.is_set)
+            self.front.set_result(front)
         except BaseException as error:
             self.front.set_exception(error)
 
@@ -119,7 +126,12 @@ class Launch:
             worker.start(self.worker_config)
         self.packed.set_result(None)
 
+    def cancel_front(self) -> None:
+        """Nobody wants the front any more: packing, which may take minutes, ends early."""
+        self._cancelled.set()
+
     def cancel(self) -> None:
-        """End the workers of a server that will not run."""
+        """End the workers of a server that will not run, and the loading of its front."""
+        self.cancel_front()
         for worker in self.workers:
             worker.discard()

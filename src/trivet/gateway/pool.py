@@ -347,7 +347,18 @@ class WorkerPool:
     async def _keep_alive(self, worker: WorkerHandle) -> None:
         pause = _RESTART_PAUSE_S
         while True:
-            await worker.adopt(self._first.pop() if self._first else spawn_worker(self._factory))
+            try:
+                spawned = self._first.pop() if self._first else spawn_worker(self._factory)
+            except OSError as error:  # no process or no memory to be had at this moment
+                print(
+                    f"trivet: worker {worker.worker_id} cannot be started: {error}; "
+                    f"again in {pause:.1f} s",
+                    file=sys.stderr,
+                )
+                await asyncio.sleep(pause)
+                pause = min(pause * 2, _RESTART_PAUSE_MAX_S)
+                continue
+            await worker.adopt(spawned)
             await self._may_load.wait()
             worker.start(self._config)
             await worker.wait_death(self._silence_limit_s)

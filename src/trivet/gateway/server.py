@@ -142,6 +142,7 @@ class Server:
             first: set[asyncio.Future[Any]] = {front, stopped}
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             if not front.done():
+                launch.cancel_front()
                 await asyncio.gather(front, return_exceptions=True)
                 return
             gateway.set_front(front.result())
