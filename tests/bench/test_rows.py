@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, cast
 
 import pytest
 
+from trivet.bench.ceiling import StepCosts
 from trivet.bench.process import EngineProcess
 from trivet.bench.rows import step_time_ratios
 
-FACTS = {"step_bytes": 1000, "kv_bytes_per_token": 10, "threads": 1}
+COSTS = StepCosts(
+    layer_bytes=900, head_bytes=100, kv_bytes=10, layer_macs=1, head_macs=1, attention_macs=1,
+    num_layers=1, arithmetic="int8",
+)  # fmt: skip
+FACTS = {"step_bytes": COSTS.step_bytes, "threads": 1, "costs": dataclasses.asdict(COSTS)}
 MOVED = 1000 + 129 * 10
 
 

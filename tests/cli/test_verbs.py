@@ -211,6 +211,18 @@ def test_bench_engine_shows_where_the_time_goes(
         assert part in text
 
 
+def test_bench_engine_drafts_as_a_recipe_says(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text(Recipe(model=str(tiny_model), draft="ngram", draft_tokens=2).to_toml())
+    words = ("bench", "engine", path, "--prompt-tokens", "16", "--output-tokens", "4", "--repeat",
+             "1", "--threads", "1")  # fmt: skip
+    result = _run(capsys, *words)
+    assert (result["drafter"], result["draft_tokens"]) == ("ngram", 2)
+    assert _run(capsys, *words, "--draft-tokens", "3")["draft_tokens"] == 3
+
+
 def test_ladder_and_its_recipe(
     tiny_gguf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

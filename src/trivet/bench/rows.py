@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trivet import native
+from trivet.bench.ceiling import StepCosts
 from trivet.bench.process import EngineProcess
+from trivet.bench.profile import Phase
 from trivet.bench.session import ROWS_CONTEXT
 
 _ROUNDS = 9
@@ -39,7 +41,8 @@ def step_time_ratios(
             times[count].append(seconds)
     medians = {count: statistics.median(seconds) for count, seconds in times.items()}
     bandwidth = statistics.median(bandwidths)
-    moved = facts["step_bytes"] + (ROWS_CONTEXT + 1) * facts["kv_bytes_per_token"]
+    one_row = Phase(steps=1, logit_steps=1, rows=1, logit_rows=1, context=ROWS_CONTEXT + 1)
+    moved = StepCosts(**facts["costs"]).bytes_of(one_row)
     floor = min(medians[1], moved / bandwidth)
     return {
         "step_time_ratio": {str(count): medians[count] / floor for count in rows},

@@ -20,6 +20,7 @@ def _bench() -> None:
 
 @app.command("engine")
 def engine(
+    context: typer.Context,
     model: options.ModelArgument,
     weights: options.Weights = None,
     kv: options.KV = None,
@@ -73,19 +74,7 @@ def engine(
     from trivet.errors import ConfigError
     from trivet.sizing import format_bytes
 
-    name, chosen = options.settings(
-        model,
-        weights=weights,
-        kv=kv,
-        threads=threads,
-        draft=draft,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        memory_utilization=memory_utilization,
-        kv_bytes=kv_bytes,
-        max_step_tokens=max_step_tokens,
-        max_prefill_chunk=max_prefill_chunk,
-    )
+    name, chosen = options.settings_of(context)
     config = ModelConfig(
         model=name,
         kv=KVFormat.parse(chosen.pop("kv", "bf16")),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 def info(
+    context: typer.Context,
     model: Annotated[
         str | None,
         typer.Argument(metavar="[MODEL]", help="Without it: the machine.", show_default=False),
@@ -63,17 +64,7 @@ def info(
     }
     result: dict[str, Any] = {"machine": machine}
     if model is not None:
-        described, loaded = _model(
-            out,
-            model,
-            weights=weights,
-            kv=kv,
-            threads=threads,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            memory_utilization=memory_utilization,
-            kv_bytes=kv_bytes,
-        )
+        described, loaded = _model(out, *options.settings_of(context))
         result |= described
         if roofline:
             from trivet.bench.ceiling import step_costs
@@ -97,13 +88,12 @@ def info(
     return 0
 
 
-def _model(out: Output, model: str, **given: Any) -> tuple[dict[str, Any], LoadedModel]:
+def _model(out: Output, name: str, chosen: dict[str, Any]) -> tuple[dict[str, Any], LoadedModel]:
     """Print the tables of a model; returns its part of the JSON object, and the model."""
     from trivet.config import KVFormat, MemoryConfig, ModelConfig
     from trivet.loader import load_model
     from trivet.sizing import format_bytes, render_plan
 
-    name, chosen = options.settings(model, **given)
     memory = MemoryConfig(
         **{key: chosen[key] for key in ("memory_utilization", "kv_bytes") if key in chosen}
     )
