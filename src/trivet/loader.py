@@ -148,6 +148,7 @@ def load_model(config: ModelConfig, progress: Progress | None = None) -> LoadedM
 
     packed = quant.load_packed(config.model, config.weights, progress=progress)
     threads = config.threads or available_threads()
+    runner = native.load_model(packed, threads=threads, kv=config.kv)
+    runner.set_timers(False)  # nobody reads them but `trivet.bench.profile`, which turns them on
     # The native runner takes native arenas only, which the protocol cannot say.
-    runner = cast("ModelRunner", native.load_model(packed, threads=threads, kv=config.kv))
-    return LoadedModel(config, packed, runner, threads)
+    return LoadedModel(config, packed, cast("ModelRunner", runner), threads)

@@ -109,6 +109,21 @@ def test_the_parts_of_a_real_model_are_its_wall_time(tiny_model: Path, threads: 
     assert_idle(engine)
 
 
+def test_a_model_reads_no_clock_until_it_is_profiled(tiny_model: Path) -> None:
+    model = load_model(ModelConfig(model=str(tiny_model), weights="w8a8", threads=1))
+    runner = cast("TimedRunner", model.runner)
+    config = EngineConfig(max_model_len=64, num_pages=4)
+
+    def run() -> None:
+        run_batch(model.new_engine(config, model.new_arena(4), None), [[1, 2, 3]], _params(3))
+
+    run()
+    assert set(runner.times_s().values()) == {0.0}
+    ProfiledRunner(runner)
+    run()
+    assert runner.times_s()["linear_down"] > 0.0
+
+
 def test_time_is_found_where_it_is_spent() -> None:
     runner = TimedToy({"attention": 0.02, "linear_o": 0.003, "linear_down": 0.003}, sample_s=0.01)
     run = _run(runner, [[1] * 20], 3)

@@ -93,10 +93,12 @@ class _Step(NamedTuple):
 class ProfiledRunner:
     """Passes an engine's calls on to a model and sorts the time by phase and part.
 
-    The engine's driver calls `begin` before the first step and `end_step` after each.
+    The engine's driver calls `begin` before the first step and `end_step` after each. Making one turns
+    the model's timers on.
     """
 
     def __init__(self, inner: TimedRunner) -> None:
+        inner.set_timers(True)
         self._inner = inner
         self._steps: list[_Step] = []
         self._segments: Int32 | None = None

@@ -114,7 +114,7 @@ class Session:
         drafter = self.model.new_drafter(config, arena)
         recorder = None if drafter is None else RecordingDrafter(drafter)
         runner = cast("TimedRunner", self.model.runner)
-        runner.set_timers(job.profile)
+        runner.set_timers(False)
         profile = ProfiledRunner(runner) if job.profile else None
         model = dataclasses.replace(self.model, runner=profile or runner)
         engine = model.new_engine(config, arena, recorder)
