@@ -76,7 +76,7 @@ def main() -> int:
         tokenizer = tokenizer or packed.tokenizer()
         model = load_model(packed, kv=KVFormat.parse(kv))
         pages = -(-arguments.context // PAGE_TOKENS)
-        scorers[form] = Scorer(model, Arena.create(model.kv_geometry(), pages))
+        scorers[form] = Scorer(model, Arena(model.kv_geometry(), pages))
         forms[form] = packed.weights_form
     assert tokenizer is not None
     text = arguments.corpus.read_text()

@@ -33,7 +33,7 @@ def main() -> int:
 
     model = load_model(load_packed("demo", arguments.weights), threads=2)
     pages = CONTEXT // PAGE_TOKENS + 1
-    arena = Arena.create(model.kv_geometry(), pages)
+    arena = Arena(model.kv_geometry(), pages)
     step = StepInput(
         tokens=np.array([100], np.int32),
         segments=np.array([[0, 1, CONTEXT, 0]], np.int32),

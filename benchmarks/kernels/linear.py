@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trivet.bench.matrix_rate import aligned
 from trivet.config import Scheme, WeightFormat
 from trivet.native import _core
 from trivet.native import linear_kernels as kernels
@@ -27,15 +28,6 @@ from trivet.native.packing import Layout, PackedWeight, ScaleType
 FORMATS = "bf16,w8a8,w8a8-g32,w4a8-g32,w4a8-g32-zp,w4a8-g32-min,w4a8-g64,w4a8-g128"
 MANY_ROW_SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536)]  # one layer of the demo model
 STREAM_BYTES = 96 << 20
-
-
-def aligned(array: NDArray[Any]) -> NDArray[Any]:
-    """A copy that starts on a cache line, as the packed cache and the core's scratch do."""
-    room = np.empty(array.nbytes + 64, np.uint8)
-    start = -room.ctypes.data % 64
-    copy = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-    copy[...] = array
-    return copy
 
 
 def random_packed(name: str, n: int, k: int) -> PackedWeight:

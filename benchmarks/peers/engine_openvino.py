@@ -86,7 +86,7 @@ def _config(output_tokens: int) -> Any:
     return config
 
 
-class Stamp(genai.StreamerBase):  # type: ignore[misc]
+class Stamp(genai.StreamerBase):
     """Notes the time of every token."""
 
     def __init__(self) -> None:

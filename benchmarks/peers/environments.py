@@ -80,12 +80,12 @@ def llama_cpp() -> Path:
     options += [
         f"-DGGML_{name}={'ON' if flag in flags else 'OFF'}" for name, flag in _GGML_FLAGS.items()
     ]
-    return _environment("llama_cpp", [LLAMA_CPP, "psutil"], {"CMAKE_ARGS": " ".join(options)})
+    return _environment("llama_cpp", [LLAMA_CPP], {"CMAKE_ARGS": " ".join(options)})
 
 
 def openvino() -> Path:
     """The python of OpenVINO GenAI's environment."""
-    return _environment("openvino", [OPENVINO, "psutil"], {})
+    return _environment("openvino", [OPENVINO], {})
 
 
 def vllm() -> Path:

@@ -4,8 +4,8 @@
     reference-b   the demo model rescaled off the 4-bit grid (benchmarks/make_reference.py)
     shape-1b      1.1B random weights (benchmarks/make_shape.py): speed only
 
-GGUF types are made by llama.cpp's own quantizer. OpenVINO reads the same files; its graph is saved
-beside them once by OpenVINO's own GGUF reader.
+GGUF files of floats are Trivet's, the others llama.cpp's own quantizer makes. OpenVINO reads the same
+files; its graph is saved beside them once by OpenVINO's own GGUF reader.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import environments
 from environments import ROOT
 
 MODELS = environments.PEERS / "models"
-NAMES = ("demo", "reference-b", "shape-1b")
 _FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q4_K_M": 15}
 _CONVERT = """
 import sys, llama_cpp
@@ -77,16 +76,16 @@ def gguf(model: str, kind: str) -> Path:
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_suffix(".tmp")
     if model != "demo" and kind in ("F16", "F32"):
-        from gguf_writer import write_gguf
+        from trivet.models.gguf_export import write_gguf
 
-        write_gguf(folder(model), target, demo_gguf(), kind)
+        write_gguf(target, folder(model), kind)
         return target
     # From float32 where there is one: shape-1b's F16 holds its bf16 weights as exactly as need be.
     source = (
         demo_gguf() if model == "demo" else gguf(model, "F32" if model == "reference-b" else "F16")
     )
+    temporary = target.with_suffix(".tmp")
     command = [str(environments.llama_cpp()), "-c", _CONVERT, str(source), str(temporary)]
     subprocess.run([*command, str(_FILE_TYPES[kind])], check=True, stderr=subprocess.DEVNULL)
     temporary.rename(target)

@@ -55,7 +55,6 @@ class Engine:
         self.children: list[tuple[Child, frozenset[str]]] = []
         self.report: dict[str, Any] = {"peer": form.peer, "bits": form.bits}
         self.duration_s: dict[Run, float] = {}
-        self.failed: str | None = None
 
     def start(self, model: str, threads: int, best: dict[str, dict[str, Any]]) -> None:
         """Start the children and check their greedy text. Raises PeerUnavailableError, EngineError."""
@@ -247,7 +246,6 @@ class Measurement:
 
     def _fail(self, engine: Engine, reason: str) -> None:
         """An engine that broke on the way loses its numbers: they would not be of the same rounds."""
-        engine.failed = reason
         engine.close()
         self._live.remove(engine)
         for by_engine in self._samples.values():

@@ -23,6 +23,15 @@ def _run(*command: str | Path, status: int = 0) -> subprocess.CompletedProcess[s
     return done
 
 
+def _run_code(
+    folder: Path, code: str, *options: str | Path, status: int = 0
+) -> subprocess.CompletedProcess[str]:
+    """Run code that may import the scripts under benchmarks."""
+    script = folder / "script.py"
+    script.write_text(f"import sys; sys.path[:0] = {[str(PEERS), str(PEERS.parent)]!r}\n{code}")
+    return _run(script, *options, status=status)
+
+
 @pytest.mark.demo
 def test_engines_are_compared_round_by_round(tmp_path: Path) -> None:
     done = _run(PEERS / "run.py", "--quick", "-o", tmp_path)
@@ -77,17 +86,15 @@ def test_engines_are_compared_round_by_round(tmp_path: Path) -> None:
 @pytest.mark.demo
 def test_a_peer_that_breaks_is_named_with_its_reason(tmp_path: Path) -> None:
     """A peer without its file is listed, and the others are still measured."""
-    broken = tmp_path / "broken.py"
-    broken.write_text(
-        f"import sys; sys.path.insert(0, {str(PEERS)!r})\n"
+    _run_code(
+        tmp_path,
         "import engines, run\n"
         "def refuse(): raise run.PeerUnavailableError('no such machine')\n"
         "engines.environments.PYTHONS['fake'] = refuse\n"
         "run.QUICK = ('trivet w8a8', 'fake')\n"
         f"sys.argv = ['run.py', '--quick', '-o', {str(tmp_path)!r}]\n"
-        "raise SystemExit(run.main())\n"
+        "raise SystemExit(run.main())\n",
     )
-    _run(broken)
     report = json.loads((tmp_path / "peers.json").read_text())
     assert report["not_run"] == [{"engine": "fake", "cases": "all", "reason": "no such machine"}]
     assert set(report["cases"]["batch_3"]) == {"trivet w8a8"}
@@ -97,36 +104,51 @@ def test_a_peer_that_breaks_is_named_with_its_reason(tmp_path: Path) -> None:
 @pytest.mark.demo
 def test_ids_of_no_language_are_told_from_a_text(tmp_path: Path) -> None:
     """The limit of the sanity check lies well under what arbitrary ids cost."""
-    script = tmp_path / "nonsense.py"
-    script.write_text(
-        f"import sys; sys.path.insert(0, {str(PEERS)!r})\n"
+    cost = _run_code(
+        tmp_path,
         "import run\n"
         "cost = run.greedy_nll([504, 3575, 282, 4649, 314], [40000 + 37 * i for i in range(24)])\n"
-        "print(cost / run.MAX_GREEDY_NLL)\n"
+        "print(cost / run.MAX_GREEDY_NLL)\n",
     )
-    assert float(_run(script).stdout) > 2
+    assert float(cost.stdout) > 2
 
 
 @pytest.mark.demo
 def test_the_random_model_loads_and_stays_finite(tmp_path: Path) -> None:
     """A narrow form of the 1.1B shape: its files load here, its logits are finite and not constant."""
-    script = tmp_path / "narrow.py"
-    script.write_text(
-        f"import sys; sys.path.insert(0, {str(ROOT / 'benchmarks')!r})\n"
+    code = (
         "import make_shape\n"
         "make_shape.HIDDEN, make_shape.FFN, make_shape.HEADS, make_shape.KV_HEADS = 256, 704, 4, 2\n"
         "raise SystemExit(make_shape.main())\n"
     )
     options = ("--seed", "3", "--layers", "2", "-o", tmp_path / "shape")
-    result = json.loads(_run(script, *options).stdout)
+    result = json.loads(_run_code(tmp_path, code, *options).stdout)
     assert result["bytes"] == (tmp_path / "shape" / "model.safetensors").stat().st_size
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=2)
     with LLM(tmp_path / "shape", "w8a8", max_model_len=64, kv_bytes=1 << 22) as llm:
-        params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=2)
         [output] = llm.generate("The capital of France is", params)
         assert llm.model.packed.spec.vocab_size == 32000
         assert max(output.prompt_token_ids) < 32000
         assert llm.model.tokenizer.decode(output.prompt_token_ids) == "The capital of France is"
     assert output.logprobs is not None
     assert all(-20.0 < entry.logprob <= 0.0 for entry in output.logprobs)
-    refused = _run(script, *options, status=2)
+    # The peers' file of it holds the same bf16 weights and the same tokenizer.
+    _run_code(
+        tmp_path,
+        "from pathlib import Path\n"
+        "import files\n"
+        f"files.MODELS = Path({str(tmp_path)!r})\n"
+        f"files.folder = lambda model: Path({str(tmp_path / 'shape')!r})\n"
+        "files.gguf('shape-1b', 'F16')\n",
+    )
+    file = tmp_path / "shape-1b" / "F16" / "model.gguf"
+    with LLM(file, "w8a8", max_model_len=64, kv_bytes=1 << 22) as llm:
+        [same] = llm.generate("The capital of France is", params)
+    assert same.prompt_token_ids == output.prompt_token_ids
+    assert same.token_ids == output.token_ids
+    assert same.logprobs is not None
+    # F16 has no room for the smallest weights, and one code of an activation may be another.
+    expected = [entry.logprob for entry in output.logprobs]
+    assert [entry.logprob for entry in same.logprobs] == pytest.approx(expected, abs=0.05)
+    refused = _run_code(tmp_path, code, *options, status=2)
     assert refused.stderr.strip() == f"{tmp_path / 'shape'} exists"

@@ -46,7 +46,7 @@ def test_geometry_travels_with_the_descriptor(kv: KVFormat) -> None:
 
 
 def test_size_is_sealed() -> None:
-    arena = Arena.create(_geometry(), 4)
+    arena = Arena(_geometry(), 4)
     with pytest.raises(PermissionError):
         os.ftruncate(arena.fd, 4096)
     with pytest.raises(PermissionError):

@@ -63,12 +63,12 @@ def _product(level: str, arithmetic: str, rows: int) -> Callable[[], object]:
     """A call that multiplies once, on memory of its own."""
     packed = pack(_values(arithmetic))
     weight = PackedWeight(
-        packed.layout, **{name: _aligned(array) for name, array in packed.arrays.items()}
+        packed.layout, **{name: aligned(array) for name, array in packed.arrays.items()}
     )
     x = np.random.default_rng(1).standard_normal((rows, COLUMNS), np.float32)
     quantized = linear_kernels.quantize(level, x, weight.layout)
-    activations = dataclasses.replace(quantized, codes=_aligned(quantized.codes))
-    out = _aligned(np.empty((rows, CHANNELS), np.float32))
+    activations = dataclasses.replace(quantized, codes=aligned(quantized.codes))
+    out = aligned(np.empty((rows, CHANNELS), np.float32))
     return functools.partial(linear_kernels.linear, level, weight, activations, out=out)
 
 
@@ -84,7 +84,7 @@ def _values(arithmetic: str) -> WeightTensor:
     return WeightTensor(WeightFormat.parse("w8a8"), codes8, scales)
 
 
-def _aligned(array: NDArray[Any]) -> NDArray[Any]:
+def aligned(array: NDArray[Any]) -> NDArray[Any]:
     """A copy that starts on a cache line, as weights in the packed cache do."""
     room = np.empty(array.nbytes + 64, np.uint8)
     start = -room.ctypes.data % 64

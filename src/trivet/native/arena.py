@@ -61,11 +61,6 @@ class Arena:
         self._geometry = geometry
 
     @classmethod
-    def create(cls, geometry: KVGeometry, num_pages: int, num_workers: int = 1) -> Arena:
-        """An arena whose column 0 is this process's."""
-        return cls(geometry, num_pages, num_workers=num_workers)
-
-    @classmethod
     def attach(cls, fd: int, worker: int = 0) -> Arena:
         """Map the arena behind a descriptor, which stays the caller's.
 
