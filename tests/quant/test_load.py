@@ -152,7 +152,7 @@ def test_grids_that_disagree_are_requantized_and_said(tmp_path: Path) -> None:
     qkv, embed = packed.tensors["layers.0.qkv"], packed.tensors["embed"]
     assert (qkv.format, qkv.exact) == ("w8a8-g32", False)
     assert 0 < qkv.rel_error < 0.01
-    assert (embed.kind, embed.exact) == ("int8_group", False)
+    assert (embed.format, embed.exact) == ("w8a8-g32-min", True)
     assert packed.tensors["head"].kind == "int4_group"
     assert packed.tensors["head"].exact
     assert "requantized" in packed.notes[0]

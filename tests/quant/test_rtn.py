@@ -23,9 +23,15 @@ Float32 = NDArray[np.float32]
 CEILINGS = {
     "bf16": 0.0018,
     "w8a8": 0.0085,
+    "w8a8-g16": 0.0056,
+    "w8a8-g16-min": 0.0060,
     "w8a8-g32": 0.0060,
+    "w8a8-g32-min": 0.0060,
     "w8a8-g64": 0.0065,
     "w8a8-g128": 0.0072,
+    "w4a8-g16": 0.078,
+    "w4a8-g16-zp": 0.076,
+    "w4a8-g16-min": 0.070,
     "w4a8-g32": 0.086,
     "w4a8-g32-zp": 0.084,
     "w4a8-g32-min": 0.080,
@@ -35,6 +41,9 @@ CEILINGS = {
     "w4a8-g128": 0.108,
     "w4a8-g128-zp": 0.106,
     "w4a8-g128-min": 0.100,
+    "w4a8-row": 0.130,
+    "w4a8-row-zp": 0.130,
+    "w4a8-row-min": 0.125,
 }
 
 
@@ -79,8 +88,8 @@ def test_zero_rows_and_groups_stay_zero(name: str) -> None:
     weight = convert(values, WeightFormat.parse(name)).weight
     got = dequantize(weight)
     np.testing.assert_array_equal(got[3], 0)
-    # A rotated row spreads its error over the block; groups of 128 reach beyond the zeros.
-    if name != "w8a8" and "g128" not in name:
+    # A rotated row spreads its error over the block; wide groups reach beyond the zeros.
+    if name != "w8a8" and "g128" not in name and "row" not in name:
         np.testing.assert_array_equal(got[:, 64:192], 0)
 
 
@@ -125,7 +134,8 @@ def _grid(bits: int, scheme: Scheme = Scheme.SYM, seed: int = 1) -> WeightTensor
 
 
 @pytest.mark.parametrize(
-    ("bits", "scheme"), [(4, Scheme.SYM), (4, Scheme.ZP), (4, Scheme.MIN), (8, Scheme.SYM)]
+    ("bits", "scheme"),
+    [(4, Scheme.SYM), (4, Scheme.ZP), (4, Scheme.MIN), (8, Scheme.SYM), (8, Scheme.MIN)],
 )
 def test_its_own_grid_is_kept_bit_for_bit(bits: int, scheme: Scheme) -> None:
     source = _grid(bits, scheme)
@@ -142,6 +152,22 @@ def test_symmetric_grids_widen_exactly(scheme: Scheme) -> None:
     converted = convert(source, WeightFormat(8, 32))
     assert converted.weight.exact
     assert converted.note == "widened to 8 bits"
+    np.testing.assert_array_equal(dequantize(converted.weight), dequantize(source))
+
+
+@pytest.mark.parametrize("scheme", [Scheme.SYM, Scheme.ZP])
+def test_rows_widen_exactly_into_groups(scheme: Scheme) -> None:
+    source = convert(_gaussian(8, 200), WeightFormat(4, None, scheme)).weight
+    converted = convert(source, WeightFormat(8, 128))
+    assert converted.note == "widened to 8 bits"
+    assert converted.weight.num_groups == 2
+    np.testing.assert_array_equal(dequantize(converted.weight), dequantize(source))
+
+
+def test_grids_with_minima_widen_exactly() -> None:
+    source = _grid(4, Scheme.MIN)
+    converted = convert(source, WeightFormat(8, 32, Scheme.MIN))
+    assert converted.weight.exact
     np.testing.assert_array_equal(dequantize(converted.weight), dequantize(source))
 
 

@@ -53,7 +53,7 @@ def gguf_loaders(plan: GGUFPlan) -> dict[str, Any]:
         "trivet": answer("", "it reads every type it writes", is_tried=True),
         "vllm-gpu": answer("GGUF needs the package vllm-gguf-plugin and CUDA"),
         "vllm-cpu": answer("it does not read GGUF"),
-        "transformers": answer("", "widened to float, with the package gguf"),
+        "transformers": answer("", "widened to float, with the package gguf", is_tried=True),
         "llama.cpp": answer("", f"{plan.mix} is its own"),
         "max_tensor_parallel": 1,
     }

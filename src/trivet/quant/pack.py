@@ -24,7 +24,7 @@ from trivet.checkpoint.cache import cache_key
 from trivet.checkpoint.packed import PackedFile, PackedTensor, PackedWriter
 from trivet.checkpoint.resolve import ModelSource
 from trivet.checkpoint.tokenizer import quick_json
-from trivet.config import WeightFormat
+from trivet.config import Scheme, WeightFormat
 from trivet.errors import CheckpointError, QuantError
 from trivet.models import Model, ModelSpec, open_model, rope_tables
 from trivet.native.packing import PackedWeight, can_concatenate, concatenate, pack
@@ -34,6 +34,7 @@ from trivet.quant.rtn import Converted, convert, frobenius, own_format, source_t
 
 Bias = NDArray[np.float32] | None
 TABLE_FORMAT = WeightFormat(8, 32)  # embedding and head of quantized models
+_ROW_GROUP = 128  # groups of 8 bits that hold what had one scale a row in 4
 _LINEARS = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
 
 
@@ -208,19 +209,24 @@ def _fused(sources: list[SourceTensor], job: _Job) -> Converted:
 def _common_format(sources: list[SourceTensor], is_table: bool) -> WeightFormat:
     """The file's own format where all sources share it; else one that loses least.
 
-    Symmetric grids with the same groups meet in 8 bits exactly; anything else is rounded to int8
-    groups of 32. A table that is looked up cannot stay in 4 bits.
+    Grids without minima and with the same groups meet in 8 bits exactly, and so do grids with minima;
+    anything else is rounded to int8 groups of 32. A table that is looked up cannot stay in 4 bits.
     """
     formats = {own_format(source) for source in sources}
     if len(formats) == 1:
         only = next(iter(formats))
-        if not is_table or only.bits == 16 or (only.bits == 8 and only.group_size is not None):
+        if not is_table or only.bits == 16 or (only.bits == 8 and not only.is_rotated):
             return only
     groups = {f.group_size for f in formats}
-    group = next(iter(groups))
-    if len(groups) == 1 and group is not None:
-        return WeightFormat(8, group)
-    return TABLE_FORMAT
+    with_minima = {f.scheme is Scheme.MIN for f in formats}
+    if (
+        len(groups) > 1
+        or len(with_minima) > 1
+        or any(f.bits == 16 or f.is_rotated for f in formats)
+    ):
+        return TABLE_FORMAT
+    scheme = Scheme.MIN if with_minima == {True} else Scheme.SYM
+    return WeightFormat(8, next(iter(groups)) or _ROW_GROUP, scheme)
 
 
 def _with_float_scales(weight: WeightTensor) -> WeightTensor:

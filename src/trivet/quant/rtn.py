@@ -160,22 +160,24 @@ def convert(source: SourceTensor, target: WeightFormat) -> Converted:
 
 
 def _widened(source: WeightTensor, target: WeightFormat) -> Converted | None:
-    """A symmetric 4-bit grid as 8 bits with the same groups; None when that is not asked for."""
-    same_groups = source.format.group_size == target.group_size is not None
-    if not (same_groups and source.format.bits == 4 and target.bits == 8):
+    """A 4-bit grid as 8 bits in the same groups, or a row's in any; None when that is not asked for."""
+    own, group = source.format.group_size, target.group_size
+    if source.format.bits != 4 or target.bits != 8 or group is None or own not in (None, group):
         return None
-    if source.format.scheme is Scheme.MIN:
+    if (source.format.scheme is Scheme.MIN) != (target.scheme is Scheme.MIN):
         return None
-    offset = np.int8(8)
+    k = source.shape[1]
     codes = source.codes.astype(np.int8)
     if source.zeros is not None:
-        group = target.group_size
-        assert group is not None
-        zeros = np.repeat(source.zeros.astype(np.int8), group, axis=1)[:, : codes.shape[1]]
-        codes = codes - zeros
-    else:
-        codes = codes - offset
-    weight = WeightTensor(target, codes, source.scales, exact=source.exact, source=source.source)
+        codes = codes - np.repeat(source.zeros.astype(np.int8), own or k, axis=1)[:, :k]
+    elif source.minima is None:
+        codes = codes - np.int8(8)
+
+    def spread(values: Any) -> Any:
+        return values if values is None or own else np.repeat(values, -(-k // group), axis=1)
+
+    scales, minima = spread(source.scales), spread(source.minima)
+    weight = WeightTensor(target, codes, scales, minima, exact=source.exact, source=source.source)
     return Converted(weight, note="widened to 8 bits")
 
 
@@ -223,7 +225,7 @@ def _rounded(source: SourceTensor, target: WeightFormat) -> Converted:
     kind = source_type(source)
     if target.bits == 16:
         return _to_bf16(source, kind)
-    if target.group_size is None:
+    if target.is_rotated:
         return _to_int8_rows(source, target, kind)
     return _to_groups(source, target, kind)
 
@@ -279,8 +281,7 @@ def _grouped(
 ) -> Converted | None:
     """None when values are too large for the scale type."""
     rows, k = source.shape
-    group = target.group_size
-    assert group is not None
+    group = target.group_size or k
     num_groups = -(-k // group)
     bits8 = target.bits == 8
     limit = _F16_MAX if dtype is np.float16 else _F32_LIMIT
@@ -349,17 +350,18 @@ def _solver(
 
     def minimum(blocks: Float32) -> _Grid:
         low, high = blocks.min(axis=2), blocks.max(axis=2)
+        first, last = (-127, 127) if target.bits == 8 else (0, 15)
 
         def grid(share: float) -> _Grid:
             cut = (high - low) * np.float32((1 - share) / 2)
-            scales = store((high - low) * np.float32(share / 15))
-            minima = store(low + cut)
+            scales = store((high - low) * np.float32(share / (last - first)))
+            minima = store(low + cut - np.float32(first) * scales)
             codes = np.rint((blocks - minima[:, :, None]) * inverse(scales)[:, :, None])
-            return _Grid(codes.clip(0, 15, out=codes), scales, minima)
+            return _Grid(codes.clip(first, last, out=codes), scales, minima)
 
         return _best(blocks, 0.0, (grid(share) for share in _RANGE_SHARES))
 
-    if target.bits == 8:
+    if target.bits == 8 and target.scheme is Scheme.SYM:
         return int8
     return {Scheme.SYM: sym, Scheme.ZP: zero_point, Scheme.MIN: minimum}[target.scheme]
 
