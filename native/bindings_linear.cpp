@@ -62,7 +62,7 @@ void require(bool condition, const char* what) {
 size_t codes_bytes(const LinearWeight& w) {
     const size_t count = size_t(w.n_padded) * w.k_padded;
     if (w.kind == WeightKind::kBf16) return count * 2;
-    return w.kind == WeightKind::kInt4Group ? count / 2 : count;
+    return is_int4(w.kind) ? count / 2 : count;
 }
 
 // Whether the optional array is there when it is needed, with `bytes` bytes.
@@ -79,7 +79,7 @@ void linear(const std::string& level, int kind, int scheme, int scale_type, int3
             Bytes x_codes, std::optional<Array<const float, 2>> x_scales,
             std::optional<Array<const int32_t, 2>> x_sums, int32_t block_begin, int32_t block_end,
             Array<float, 2> out, bool accumulate) {
-    require(kind >= 0 && kind <= 3 && scheme >= 0 && scheme <= 2, "kind or scheme is unknown");
+    require(kind >= 0 && kind <= 4 && scheme >= 0 && scheme <= 2, "kind or scheme is unknown");
     require(scale_type == 0 || scale_type == 1, "scale_type is unknown");
     require(n > 0 && k > 0 && rows >= 0, "n and k are positive, rows not negative");
     LinearWeight w{};
@@ -92,11 +92,12 @@ void linear(const std::string& level, int kind, int scheme, int scale_type, int3
     w.k_padded = (k + 63) / 64 * 64;
     const bool row = w.kind == WeightKind::kInt8Row, integer = w.kind != WeightKind::kBf16;
     w.group = row || !integer ? w.k_padded : group;
-    require(w.group > 0 && w.group % 32 == 0, "group is a positive multiple of 32");
+    require(w.group == 16 || (w.group > 0 && w.group % 32 == 0), "group is 16 or a multiple of 32");
     w.num_groups = (k + w.group - 1) / w.group;
+    w.scale_groups = w.kind == WeightKind::kInt4Row ? 1 : w.num_groups;
     require(codes.nbytes() == codes_bytes(w), "codes have the wrong size");
     w.codes = codes.data();
-    const size_t per_group = size_t(w.n_padded) * w.num_groups;
+    const size_t per_group = size_t(w.n_padded) * w.scale_groups;
     const size_t scale_bytes = per_group * (scale_type == 0 ? 2 : 4);
     w.scales = part(scales, integer, scale_bytes, "scales are missing or have the wrong size");
     w.minima = part(minima, w.scheme == Scheme::kMin, scale_bytes,
@@ -151,7 +152,8 @@ void quantize_int8(const std::string& level, Array<const float, 2> x, int32_t gr
                    Array<int32_t, 2> sums) {
     const auto rows = x.shape(0);
     const auto k = int32_t(x.shape(1)), k_padded = (k + 63) / 64 * 64;
-    require(k > 0 && group >= 0 && group % 32 == 0, "group is 0 (whole row) or a multiple of 32");
+    require(k > 0 && group >= 0 && (group == 16 || group % 32 == 0),
+            "group is 0 (whole row), 16 or a multiple of 32");
     require(hadamard >= 1 && hadamard <= 64 && k % hadamard == 0 && !(hadamard & (hadamard - 1)),
             "hadamard is a power of two up to 64 that divides k");
     const size_t num_groups = group == 0 ? 1 : size_t((k + group - 1) / group);

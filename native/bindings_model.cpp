@@ -75,7 +75,7 @@ LinearPart read_linear(const nb::dict& d, const Reader& reader) {
     LinearPart part;
     LinearWeight& w = part.weight;
     w = {};
-    w.kind = static_cast<WeightKind>(enumerator(d["kind"], 4, "weight kind"));
+    w.kind = static_cast<WeightKind>(enumerator(d["kind"], 5, "weight kind"));
     w.scheme = static_cast<Scheme>(enumerator(d["scheme"], 3, "scheme"));
     w.scale_type = static_cast<ScaleType>(enumerator(d["scale_type"], 2, "scale type"));
     w.n = positive(d["n"], "n");
@@ -84,15 +84,16 @@ LinearPart read_linear(const nb::dict& d, const Reader& reader) {
     w.k_padded = (w.k + 63) / 64 * 64;
     const bool is_bf16 = w.kind == WeightKind::kBf16, is_row = w.kind == WeightKind::kInt8Row;
     w.group = is_bf16 || is_row ? w.k_padded : positive(d["group"], "group");
-    if (w.group % 32 != 0) throw std::invalid_argument("model: group must be a multiple of 32");
+    if (w.group != 16 && w.group % 32 != 0) {
+        throw std::invalid_argument("model: group must be 16 or a multiple of 32");
+    }
     w.num_groups = (w.k + w.group - 1) / w.group;
+    w.scale_groups = w.kind == WeightKind::kInt4Row ? 1 : w.num_groups;
     const int64_t count = int64_t{w.n_padded} * w.k_padded;
-    const int64_t code_bytes = is_bf16                            ? 2 * count
-                               : w.kind == WeightKind::kInt4Group ? count / 2
-                                                                  : count;
+    const int64_t code_bytes = is_bf16 ? 2 * count : is_int4(w.kind) ? count / 2 : count;
     w.codes = reader.at<uint8_t>(d["codes"], code_bytes, "codes");
     if (!is_bf16) {
-        const int64_t per_group = int64_t{w.n_padded} * w.num_groups;
+        const int64_t per_group = int64_t{w.n_padded} * w.scale_groups;
         const int64_t scale_bytes = per_group * (w.scale_type == ScaleType::kF16 ? 2 : 4);
         w.scales = reader.at<uint8_t>(d["scales"], scale_bytes, "scales");
         if (w.scheme == Scheme::kMin) {

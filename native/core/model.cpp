@@ -90,7 +90,7 @@ int32_t Model::add_linear(OpClass op_class, Point point, Source source, const fl
                                   " has input width " + std::to_string(w.k) + ", not " +
                                   std::to_string(width));
         const bool is_bf16 = w.kind == WeightKind::kBf16;
-        const Form form = {w.kind == WeightKind::kInt4Group ? WeightKind::kInt8Group : w.kind,
+        const Form form = {is_int4(w.kind) ? WeightKind::kInt8Group : w.kind,
                            is_bf16 ? 0 : w.group, part.hadamard, w.k_padded,
                            is_bf16 ? 0 : w.num_groups};
         auto found = std::find(op.forms.begin(), op.forms.end(), form);

@@ -16,7 +16,10 @@ from trivet.errors import ConfigError
 PAGE_TOKENS = 32  # tokens of one KV page; part of the numerics contract (key blocks of 32)
 SPAN_TOKENS = 256  # keys of one attention span; part of the numerics contract
 
-_GROUPED = re.compile(r"w([48])a8-g(16|32|64|128)(?:-(zp|min))?\Z")
+_GROUPED = re.compile(r"w([48])a8-(?:g(16|32|64|128)|row)(?:-(zp|min))?\Z")
+_WEIGHTS_ALLOWED = (
+    "bf16, w8a8, w8a8-gN[-min], w4a8-gN[-zp|-min], w4a8-row[-zp|-min], N in 16 32 64 128"
+)
 
 
 class Scheme(enum.StrEnum):
@@ -31,8 +34,9 @@ class Scheme(enum.StrEnum):
 class WeightFormat:
     """A weight format: code bits, group size along K (None: the whole row) and scheme.
 
-    `parse` accepts the names of the command line: ``bf16``, ``w8a8``, ``w8a8-g32``, ``w4a8-g32``,
-    ``w4a8-g32-zp``, ``w4a8-g32-min`` and groups 32, 64, 128.
+    `parse` accepts the names of the command line: ``bf16``, ``w8a8``, ``w8a8-g32``, ``w8a8-g32-min``,
+    ``w4a8-g32``, ``w4a8-g32-zp``, ``w4a8-g32-min``, groups 16, 32, 64, 128, and of 4 bits ``w4a8-row``
+    with the same endings.
     """
 
     bits: int
@@ -46,24 +50,30 @@ class WeightFormat:
         if name in ("w8a8", "w8a8+hadamard64"):
             return cls(8)
         match = _GROUPED.match(name)
-        if match and match[2] != "16" and not (match[1] == "8" and match[3]):
+        if match and not (match[1] == "8" and (match[2] is None or match[3] == "zp")):
             scheme = Scheme(match[3]) if match[3] else Scheme.SYM
-            return cls(int(match[1]), int(match[2]), scheme)
-        raise ConfigError("weights", name, "bf16, w8a8, w8a8-gN, w4a8-gN[-zp|-min], N in 32 64 128")
+            return cls(int(match[1]), int(match[2]) if match[2] else None, scheme)
+        raise ConfigError("weights", name, _WEIGHTS_ALLOWED)
 
     @property
     def name(self) -> str:
         if self.bits == 16:
             return "bf16"
-        if self.group_size is None:
+        if self.is_rotated:
             return "w8a8"
+        group = "row" if self.group_size is None else f"g{self.group_size}"
         suffix = "" if self.scheme is Scheme.SYM else f"-{self.scheme.value}"
-        return f"w{self.bits}a8-g{self.group_size}{suffix}"
+        return f"w{self.bits}a8-{group}{suffix}"
+
+    @property
+    def is_rotated(self) -> bool:
+        """Whether the columns are rotated by the block Hadamard: whole-row int8."""
+        return self.bits == 8 and self.group_size is None
 
     @property
     def full_form(self) -> str:
         """The name with the activation rule: whole-row int8 rotates by a 64-wide block Hadamard."""
-        return "w8a8+hadamard64" if self.bits == 8 and self.group_size is None else self.name
+        return "w8a8+hadamard64" if self.is_rotated else self.name
 
 
 class KVFormat(enum.StrEnum):

@@ -18,10 +18,11 @@ LEVELS = [name for name, refusal in _core.isa_levels() if not refusal]
 FORMATS = [
     ("bf16", np.float32),
     ("w8a8", np.float32),
-    *((f"w8a8-g{g}", t) for g in (32, 64, 128) for t in (np.float16, np.float32)),
+    *((f"w8a8-g{g}", t) for g in (16, 32, 64, 128) for t in (np.float16, np.float32)),
+    *((f"w8a8-g{g}-min", np.float32) for g in (16, 32, 128)),
     *(
-        (f"w4a8-g{g}{scheme}", t)
-        for g in (32, 64, 128)
+        (f"w4a8-{group}{scheme}", t)
+        for group in ("g16", "g32", "g64", "g128", "row")
         for scheme in ("", "-zp", "-min")
         for t in (np.float16, np.float32)
     ),
@@ -43,12 +44,14 @@ def random_weight(
     groups = 1 if format.group_size is None else -(-k // format.group_size)
     exponents = rng.integers(-9, -5, (n, groups))
     scales: NDArray[Any] = (rng.uniform(0.5, 2.0, (n, groups)) * 2.0**exponents).astype(scale_dtype)
-    if format.bits == 8:
-        codes = rng.integers(-127, 128, (n, k), dtype=np.int8)
-        return WeightTensor(format, codes, scales)
-    codes4 = rng.integers(0, 16, (n, k), dtype=np.uint8)
     minima: NDArray[Any] | None = None
     zeros: NDArray[np.uint8] | None = None
+    if format.bits == 8:
+        codes = rng.integers(-127, 128, (n, k), dtype=np.int8)
+        if format.scheme is Scheme.MIN:
+            minima = (scales * rng.uniform(-60, 60, scales.shape)).astype(scale_dtype)
+        return WeightTensor(format, codes, scales, minima)
+    codes4 = rng.integers(0, 16, (n, k), dtype=np.uint8)
     if format.scheme is Scheme.MIN:
         minima = (-8.0 * scales * rng.uniform(0.5, 1.5, scales.shape)).astype(scale_dtype)
     if format.scheme is Scheme.ZP:

@@ -41,6 +41,16 @@ GOLDEN = {
     ("w4a8-g32-zp", "int8"): "817b66a77537f90d",
     ("w4a8-g64-min", "bf16"): "30879dd955041897",
     ("w4a8-g64-min", "int8"): "2b1e1432ce2fa538",
+    ("w8a8-g16-min", "bf16"): "5f04b5954bff8b65",
+    ("w8a8-g16-min", "int8"): "18ef84eaf4735344",
+    ("w4a8-g16", "bf16"): "79b9614d05f83a0c",
+    ("w4a8-g16", "int8"): "1da4fa4e72aeaf13",
+    ("w4a8-g16-min", "bf16"): "672a6acfde503e09",
+    ("w4a8-g16-min", "int8"): "cec26980235ec791",
+    ("w4a8-row", "bf16"): "aeb6d6cfa49fbfd6",
+    ("w4a8-row", "int8"): "772fe67498f870da",
+    ("w4a8-row-zp", "bf16"): "9ce07fd4c798b7e0",
+    ("w4a8-row-zp", "int8"): "18bb83c5e7306e80",
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from numpy.typing import NDArray
 
 from native.bits import assert_bits_equal
 from native.linear_cases import FORMATS, LEVELS, case_id, extreme_weight, random_rows, random_weight
+from trivet.config import WeightFormat
 from trivet.native import linear_kernels as kernels
 from trivet.native import reference_linear as reference
 from trivet.native.packing import pack
@@ -73,7 +76,9 @@ def test_many_rows_equal_each_row_alone(level: str, name: str, scale_dtype: type
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", ["bf16", "w8a8", "w8a8-g64", "w4a8-g32", "w4a8-g128-min"])
+@pytest.mark.parametrize(
+    "name", ["bf16", "w8a8", "w8a8-g64", "w4a8-g32", "w4a8-g128-min", "w4a8-g16-zp", "w4a8-row"]
+)
 def test_block_ranges_give_the_same_bits(level: str, name: str) -> None:
     weight = random_weight(name, 100, 320)
     packed = pack(weight)
@@ -104,7 +109,7 @@ def test_bias_and_residual_are_one_add_each(level: str, name: str, rows: int) ->
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_columns_beyond_n_are_not_written(level: str) -> None:
-    for name in ("bf16", "w8a8", "w8a8-g32", "w4a8-g32"):
+    for name in ("bf16", "w8a8", "w8a8-g32", "w4a8-g32", "w4a8-g16", "w4a8-row"):
         packed = pack(random_weight(name, 21, 64))
         for rows in (1, 33):
             x = kernels.quantize(level, random_rows(rows, 64), packed.layout)
@@ -128,7 +133,19 @@ def test_extreme_codes_do_not_saturate(level: str, name: str, scale_dtype: type)
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", ["bf16", "w8a8", "w8a8-g32", "w4a8-g32", "w4a8-g64-min"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bf16",
+        "w8a8",
+        "w8a8-g32",
+        "w8a8-g16-min",
+        "w4a8-g16",
+        "w4a8-g32",
+        "w4a8-g64-min",
+        "w4a8-row-zp",
+    ],
+)
 def test_nan_and_infinity_stay_in_their_row(level: str, name: str) -> None:
     weight = random_weight(name, 33, 192)
     x = random_rows(6, 192)
@@ -161,14 +178,36 @@ def test_product_is_close_to_dequantized_weights_and_activations(
         rows = reference.from_bf16(reference.to_bf16(x)).astype(np.float64)
         exact = rows @ dequantize(weight).astype(np.float64).T
     else:
-        group = weight.format.group_size
+        group = pack(weight).layout.group
         quantized = (
-            reference.quantize_row(x) if group is None else reference.quantize_group(x, group)
+            reference.quantize_row(x)
+            if weight.format.is_rotated
+            else reference.quantize_group(x, group)
         )
-        scales = np.repeat(quantized.scales.astype(np.float64), group or 576, axis=1)[:, :576]
+        scales = np.repeat(quantized.scales.astype(np.float64), group, axis=1)[:, :576]
         exact = (quantized.codes * scales) @ dequantize(weight, rotated=True).astype(np.float64).T
     error = np.linalg.norm(got - exact) / np.linalg.norm(exact)
     assert error < 1e-3
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("scheme", ["", "-zp", "-min"])
+def test_a_row_is_groups_of_32_that_share_a_scale(level: str, scheme: str) -> None:
+    row = random_weight(f"w4a8-row{scheme}", 40, 200, np.float16)
+
+    def spread(values: NDArray[Any] | None) -> NDArray[Any] | None:
+        return None if values is None else np.repeat(values, 7, axis=1)
+
+    groups = WeightTensor(
+        WeightFormat.parse(f"w4a8-g32{scheme}"),
+        row.codes,
+        spread(row.scales),
+        spread(row.minima),
+        spread(row.zeros),
+    )
+    for rows in (1, 20):
+        x = random_rows(rows, 200)
+        assert_bits_equal(_run(level, row, x), _run(level, groups, x))
 
 
 def test_wide_rows_accumulate_exactly() -> None:

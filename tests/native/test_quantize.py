@@ -57,7 +57,7 @@ def test_bf16_equals_the_reference(level: str, k: int) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("k", WIDTHS)
-@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("group", [16, 32, 64, 128])
 def test_int8_groups_equal_the_reference(level: str, k: int, group: int) -> None:
     x = _inputs(k)
     got = kernels.quantize(level, x, _layout(f"w8a8-g{group}", k))

@@ -15,7 +15,10 @@ from trivet.native.reference import ReferenceLayer, ReferenceLinear, ReferenceMo
 from trivet.native.reference_linear import to_bf16
 from trivet.native.weights import WeightTensor
 
-FORMATS = ["bf16", "w8a8", "w8a8-g32", "w4a8-g32", "w4a8-g32-zp", "w4a8-g64-min"]
+FORMATS = [
+    "bf16", "w8a8", "w8a8-g32", "w4a8-g32", "w4a8-g32-zp", "w4a8-g64-min",
+    "w8a8-g16-min", "w4a8-g16", "w4a8-g16-min", "w4a8-row", "w4a8-row-zp",
+]  # fmt: skip
 
 
 def small_spec(**changes: object) -> ModelSpec:
@@ -109,10 +112,14 @@ def random_weight(rng: np.random.RandomState, format: WeightFormat, n: int, k: i
         return WeightTensor(format, to_bf16(values.astype(np.float32)))
     groups = 1 if format.group_size is None else -(-k // format.group_size)
     spread = rng.uniform(0.5, 1.5, (n, groups)) / np.sqrt(k)
-    dtype = np.float32 if format.group_size is None else np.float16
+    dtype = np.float32 if format.is_rotated else np.float16
     if format.bits == 8:
         codes8 = rng.randint(-127, 128, (n, k), dtype=np.int8)
-        return WeightTensor(format, codes8, (spread / 73).astype(dtype))
+        scales8 = (spread / 73).astype(dtype)
+        minima8 = None
+        if format.scheme is Scheme.MIN:
+            minima8 = (scales8 * rng.uniform(-60, 60, scales8.shape)).astype(dtype)
+        return WeightTensor(format, codes8, scales8, minima8)
     scales = (spread / 4.6).astype(dtype)
     codes4 = rng.randint(0, 16, (n, k), dtype=np.uint8)
     minima = zeros = None
@@ -130,7 +137,9 @@ def make_model(
     spec = small_spec() if spec is None else spec
     rng = np.random.RandomState(seed)  # its stream is frozen for ever, as golden hashes need
     format = WeightFormat.parse(format_name)
-    table = format if format.bits == 16 else WeightFormat(8, 32)
+    table = WeightFormat(8, 32)
+    if format.bits == 16 or (format.bits == 8 and format.scheme is Scheme.MIN):
+        table = format
 
     def norm(n: int) -> NDArray[np.float32]:
         return rng.uniform(0.5, 1.5, n).astype(np.float32)

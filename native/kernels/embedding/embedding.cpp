@@ -39,7 +39,7 @@ void lookup_row(const LinearWeight& w, int32_t token, float* out) {
         return;
     }
     for (int32_t g = 0; g < w.num_groups; ++g) {
-        const int64_t index = (block * w.num_groups + g) * 16 + lane;
+        const int64_t index = scale_index(w, static_cast<int32_t>(block), g) + lane;
         const float scale = load_scale(w.scales, w.scale_type, index);
         const int32_t end = w.k < (g + 1) * w.group ? w.k : (g + 1) * w.group;
         for (int32_t k = g * w.group; k < end; ++k) {
@@ -47,7 +47,10 @@ void lookup_row(const LinearWeight& w, int32_t token, float* out) {
                 const int8_t* codes = static_cast<const int8_t*>(w.codes);
                 const int8_t code =
                     codes[((block * (w.k_padded / 4) + k / 4) * 16 + lane) * 4 + k % 4];
-                out[k] = scale * static_cast<float>(code);
+                out[k] = w.scheme == Scheme::kMin
+                             ? fma_f32(scale, static_cast<float>(code),
+                                       load_scale(w.minima, w.scale_type, index))
+                             : scale * static_cast<float>(code);
                 continue;
             }
             const int32_t code =

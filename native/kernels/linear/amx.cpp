@@ -19,6 +19,7 @@ namespace {
 
 constexpr int32_t kMinRows = 4;       // fewer rows go to AVX-512
 constexpr int32_t kMinGroupRows = 8;  // the same for grouped codes, which leave the tile per group
+constexpr int32_t kMinGroup = 32;     // groups of 16 columns would leave most of a tile empty
 constexpr int32_t kTileRows = 16;
 constexpr int32_t kPanelColumns = 1024;  // 4-bit columns unpacked at a time: 16 KiB
 constexpr int32_t kPanelTiles = 8;       // row tiles that share one unpacked panel
@@ -198,7 +199,7 @@ void unpack_panel(const LinearWeight& w, int32_t block, int32_t group_begin, int
         __m512i offset = _mm512_setzero_si512();
         if constexpr (kScheme == Scheme::kSym) offset = _mm512_set1_epi8(8);
         if constexpr (kScheme == Scheme::kZeroPoint) {
-            const auto* zeros = w.zeros + (int64_t(block) * w.num_groups + g) * 16;
+            const auto* zeros = w.zeros + scale_index(w, block, g);
             const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros));
             const __m512i z = _mm512_cvtepu8_epi32(bytes);
             const __m512i pairs = _mm512_or_si512(z, _mm512_slli_epi32(z, 8));
@@ -223,7 +224,7 @@ void unpack_panel(const LinearWeight& w, int32_t block, int32_t group_begin, int
 template <Scheme kScheme, ScaleType kScale>
 inline void combine(const LinearWeight& w, const Activations& x, int32_t block, int32_t g,
                     RowTile tile, const int32_t (*sums)[16], float (*acc)[16]) {
-    const int64_t index = (int64_t(block) * w.num_groups + g) * 16;
+    const int64_t index = scale_index(w, block, g);
     const __m512 scale = load_scales<kScale>(w.scales, index);
     __m512 minimum = _mm512_setzero_ps();
     if constexpr (kScheme == Scheme::kMin) minimum = load_scales<kScale>(w.minima, index);
@@ -324,8 +325,10 @@ LinearFn group_kernel(ScaleType scale_type) {
 void int8_group(const LinearWeight& w, const Activations& x, int32_t block_begin, int32_t block_end,
                 float* out, ptrdiff_t out_stride, bool accumulate) {
     LinearFn kernel = avx512::linear_kernels.int8_group;
-    if (x.rows >= kMinGroupRows) {
-        kernel = group_kernel<WeightKind::kInt8Group, Scheme::kSym>(w.scale_type);
+    if (x.rows >= kMinGroupRows && w.group >= kMinGroup) {
+        constexpr WeightKind kKind = WeightKind::kInt8Group;
+        kernel = group_kernel<kKind, Scheme::kSym>(w.scale_type);
+        if (w.scheme == Scheme::kMin) kernel = group_kernel<kKind, Scheme::kMin>(w.scale_type);
     }
     kernel(w, x, block_begin, block_end, out, out_stride, accumulate);
 }
@@ -334,7 +337,7 @@ void int4_group(const LinearWeight& w, const Activations& x, int32_t block_begin
                 float* out, ptrdiff_t out_stride, bool accumulate) {
     constexpr WeightKind kKind = WeightKind::kInt4Group;
     LinearFn kernel = avx512::linear_kernels.int4_group;
-    if (x.rows >= kMinGroupRows) {
+    if (x.rows >= kMinGroupRows && w.group >= kMinGroup) {
         kernel = group_kernel<kKind, Scheme::kSym>(w.scale_type);
         if (w.scheme == Scheme::kZeroPoint) {
             kernel = group_kernel<kKind, Scheme::kZeroPoint>(w.scale_type);

@@ -296,16 +296,43 @@ inline void int4_dot(const uint8_t* codes, const int8_t* x, ptrdiff_t x_stride, 
     }
 }
 
-// The same with the codes unpacked to one per byte, [columns / 4][16][4].
+// The 16 columns in the low or the high nibbles (shift 0 or 4) of one block of 32.
 template <int R>
+inline void int4_half_dot(const uint8_t* codes, int shift, const int8_t* x, ptrdiff_t x_stride,
+                          bool first, __m256i (*sum)[2]) {
+    const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
+    const __m128i count = _mm_cvtsi32_si128(shift);
+    __m256i part[R][2];
+    for (int r = 0; r < R; ++r) part[r][0] = part[r][1] = _mm256_setzero_si256();
+#pragma GCC unroll 1
+    for (int i = 0; i < 4; ++i) {
+        const uint8_t* bytes = codes + 64 * i;
+        prefetch(bytes, first);
+        const __m256i a = _mm256_and_si256(_mm256_srl_epi16(load(bytes), count), low);
+        const __m256i b = _mm256_and_si256(_mm256_srl_epi16(load(bytes + 32), count), low);
+        for (int r = 0; r < R; ++r) {
+            const __m256i u = broadcast(x + r * x_stride + 4 * i);
+            add16(part[r][0], _mm256_maddubs_epi16(a, u));
+            add16(part[r][1], _mm256_maddubs_epi16(b, u));
+        }
+    }
+    for (int r = 0; r < R; ++r) {
+        sum[r][0] = _mm256_add_epi32(sum[r][0], _mm256_madd_epi16(part[r][0], ones));
+        sum[r][1] = _mm256_add_epi32(sum[r][1], _mm256_madd_epi16(part[r][1], ones));
+    }
+}
+
+// The same with the codes unpacked to one per byte, [columns / 4][16][4]; kStep columns are added up
+// in 16 bits.
+template <int R, int32_t kStep>
 inline void panel_dot(const uint8_t* panel, const int8_t* x, ptrdiff_t x_stride, int32_t columns,
                       __m256i (*sum)[2]) {
     const __m256i ones = _mm256_set1_epi16(1);
-    for (int32_t k = 0; k < columns; k += 32) {
+    for (int32_t k = 0; k < columns; k += kStep) {
         __m256i part[R][2];
         for (int r = 0; r < R; ++r) part[r][0] = part[r][1] = _mm256_setzero_si256();
 #pragma GCC unroll 1
-        for (int32_t i = k; i < k + 32; i += 4) {
+        for (int32_t i = k; i < k + kStep; i += 4) {
             const __m256i a = load(panel + 16 * i), b = load(panel + 16 * i + 32);
             for (int r = 0; r < R; ++r) {
                 const __m256i v = broadcast(x + r * x_stride + i);
@@ -320,7 +347,7 @@ inline void panel_dot(const uint8_t* panel, const int8_t* x, ptrdiff_t x_stride,
     }
 }
 
-// Unpacks `columns` (a multiple of 32) of one block to one code per byte.
+// Unpacks `columns` (rounded up to a multiple of 32) of one block to one code per byte.
 inline void unpack_panel(const uint8_t* codes, int32_t columns, bool first, uint8_t* panel) {
     const __m256i low = _mm256_set1_epi8(15);
     for (int32_t k = 0; k < columns; k += 32) {
@@ -338,8 +365,9 @@ enum class Codes { kInt8, kInt4, kInt4Panel };
 
 // Groups [group_begin, group_end) of one block against R rows: acc is read and written.
 // `codes` points at the first of these groups, x at the row's first column of the whole input.
+// kGroup: 16 or 32 where the group's size is known, 0 for multiples of 32; of 16, group_begin is even.
 // Not inlined: the registers are for the sums of one group, acc waits in memory.
-template <Codes kCodes, Scheme kScheme, ScaleType kScale, bool kGroup32, int R>
+template <Codes kCodes, Scheme kScheme, ScaleType kScale, int32_t kGroup, int R>
 __attribute__((noinline)) void group_tile(const LinearWeight& w, const Activations& x,
                                           int32_t block, const uint8_t* codes, int32_t row,
                                           int32_t group_begin, int32_t group_end, Pair* acc) {
@@ -348,9 +376,9 @@ __attribute__((noinline)) void group_tile(const LinearWeight& w, const Activatio
     const float* x_scales = x.scales + int64_t(row) * w.num_groups;
     const int32_t* x_sums = x.sums + int64_t(row) * w.num_groups;
     for (int32_t g = group_begin; g < group_end; ++g) {
-        const int32_t group = kGroup32 ? 32 : w.group;
+        const int32_t group = kGroup > 0 ? kGroup : w.group;
         const int32_t begin = g * group, left = w.k_padded - begin;
-        const int32_t columns = kGroup32 || left >= group ? group : left;
+        const int32_t columns = kGroup > 0 || left >= group ? group : left;
         const uint8_t* group_codes = codes + int64_t(begin - group_begin * group) * kColumnBytes;
         __m256i sum[R][2];
         for (int r = 0; r < R; ++r) {
@@ -363,12 +391,17 @@ __attribute__((noinline)) void group_tile(const LinearWeight& w, const Activatio
         if constexpr (kCodes == Codes::kInt8) {
             int8_dot<R>(reinterpret_cast<const int8_t*>(group_codes), x_codes + begin, w.k_padded,
                         columns, row == 0, sum);
+        } else if constexpr (kCodes == Codes::kInt4 && kGroup == 16) {
+            // Two groups share a block of 32: the odd one lies in the high nibbles.
+            int4_half_dot<R>(g % 2 == 0 ? group_codes : group_codes - 16 * kColumnBytes, g % 2 * 4,
+                             x_codes + begin, w.k_padded, row == 0, sum);
         } else if constexpr (kCodes == Codes::kInt4) {
             int4_dot<R>(group_codes, x_codes + begin, w.k_padded, columns, row == 0, sum);
         } else {
-            panel_dot<R>(group_codes, x_codes + begin, w.k_padded, columns, sum);
+            panel_dot<R, kGroup == 16 ? 16 : 32>(group_codes, x_codes + begin, w.k_padded, columns,
+                                                 sum);
         }
-        const int64_t index = (int64_t(block) * w.num_groups + g) * 16;
+        const int64_t index = scale_index(w, block, g);
         const Pair scale = load_scales<kScale>(w.scales, index);
         Pair minimum{};
         if constexpr (kScheme == Scheme::kMin) minimum = load_scales<kScale>(w.minima, index);
@@ -403,6 +436,13 @@ __attribute__((noinline)) void group_tile(const LinearWeight& w, const Activatio
     }
 }
 
+template <Codes kCodes, Scheme kScheme, ScaleType kScale, int R>
+inline auto group_tile_for(int32_t group) {
+    if (group == 16) return group_tile<kCodes, kScheme, kScale, 16, R>;
+    if (group == 32) return group_tile<kCodes, kScheme, kScale, 32, R>;
+    return group_tile<kCodes, kScheme, kScale, 0, R>;
+}
+
 // Codes used as they are stored.
 template <Codes kCodes, Scheme kScheme, ScaleType kScale>
 void group_direct(const LinearWeight& w, const Activations& x, int32_t block_begin,
@@ -414,8 +454,7 @@ void group_direct(const LinearWeight& w, const Activations& x, int32_t block_beg
         for_row_tiles(0, x.rows, [&]<int R>(int32_t row) {
             Pair acc[R];
             for (int r = 0; r < R; ++r) acc[r].lo = acc[r].hi = _mm256_setzero_ps();
-            const auto tile = w.group == 32 ? group_tile<kCodes, kScheme, kScale, true, R>
-                                            : group_tile<kCodes, kScheme, kScale, false, R>;
+            const auto tile = group_tile_for<kCodes, kScheme, kScale, R>(w.group);
             tile(w, x, block, codes, row, 0, w.num_groups, acc);
             for (int r = 0; r < R; ++r) {
                 store(w, block, acc[r], out + (row + r) * out_stride, accumulate);
@@ -445,8 +484,7 @@ void group_panels(const LinearWeight& w, const Activations& x, int32_t block_beg
                              (stop < w.k_padded ? stop : w.k_padded) - begin, first == 0, panel);
                 for_row_tiles(first, end, [&]<int R>(int32_t row) {
                     const auto tile =
-                        w.group == 32 ? group_tile<Codes::kInt4Panel, kScheme, kScale, true, R>
-                                      : group_tile<Codes::kInt4Panel, kScheme, kScale, false, R>;
+                        group_tile_for<Codes::kInt4Panel, kScheme, kScale, R>(w.group);
                     tile(w, x, block, panel, row, g, g_end, acc + (row - first));
                 });
             }
@@ -459,9 +497,15 @@ void group_panels(const LinearWeight& w, const Activations& x, int32_t block_beg
 
 void int8_group(const LinearWeight& w, const Activations& x, int32_t block_begin, int32_t block_end,
                 float* out, ptrdiff_t out_stride, bool accumulate) {
-    const auto kernel = w.scale_type == ScaleType::kF16
-                            ? group_direct<Codes::kInt8, Scheme::kSym, ScaleType::kF16>
-                            : group_direct<Codes::kInt8, Scheme::kSym, ScaleType::kF32>;
+    const bool f16 = w.scale_type == ScaleType::kF16;
+    LinearFn kernel;
+    if (w.scheme == Scheme::kMin) {
+        kernel = f16 ? group_direct<Codes::kInt8, Scheme::kMin, ScaleType::kF16>
+                     : group_direct<Codes::kInt8, Scheme::kMin, ScaleType::kF32>;
+    } else {
+        kernel = f16 ? group_direct<Codes::kInt8, Scheme::kSym, ScaleType::kF16>
+                     : group_direct<Codes::kInt8, Scheme::kSym, ScaleType::kF32>;
+    }
     kernel(w, x, block_begin, block_end, out, out_stride, accumulate);
 }
 

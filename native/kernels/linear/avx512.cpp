@@ -172,6 +172,21 @@ inline void int4_dot(const uint8_t* codes, const int8_t* x, ptrdiff_t x_stride, 
     for (int r = 0; r < R; ++r) sum[r] = _mm512_add_epi32(sum[r], upper[r]);
 }
 
+// The 16 columns in the low (half 0) or the high nibbles (half 1) of one block of 32.
+template <int R>
+inline void int4_half_dot(const uint8_t* codes, int32_t half, const int8_t* x, ptrdiff_t x_stride,
+                          __m512i* sum) {
+    const __m512i low = _mm512_set1_epi8(15);
+    for (int i = 0; i < 4; ++i) {
+        if (R == 1) prefetch(codes + 64 * i);
+        const __m512i v = load(codes + 64 * i);
+        const __m512i a = _mm512_and_si512(half == 0 ? v : _mm512_srli_epi32(v, 4), low);
+        for (int r = 0; r < R; ++r) {
+            sum[r] = _mm512_dpbusd_epi32(sum[r], a, broadcast(x + r * x_stride + 4 * i));
+        }
+    }
+}
+
 template <int R>
 void int8_row_tile(const LinearWeight& w, const Activations& x, int32_t block, int32_t row,
                    float* out, ptrdiff_t out_stride, bool accumulate) {
@@ -221,7 +236,7 @@ void group_tile(const LinearWeight& w, const Activations& x, int32_t block, int3
     for (int32_t g = 0; g < w.num_groups; ++g) {
         const int32_t begin = g * w.group, left = w.k_padded - begin;
         const int32_t columns = left < w.group ? left : w.group;
-        const int64_t index = (int64_t(block) * w.num_groups + g) * 16;
+        const int64_t index = scale_index(w, block, g);
         __m512i sum[R], zero = _mm512_setzero_si512();
         if constexpr (kScheme == Scheme::kZeroPoint) {
             const auto* p = reinterpret_cast<const __m128i*>(w.zeros + index);
@@ -232,14 +247,18 @@ void group_tile(const LinearWeight& w, const Activations& x, int32_t block, int3
             if constexpr (kScheme == Scheme::kZeroPoint) {
                 // Lanes are (zero, 0) and (-sum_x, sign) in 16-bit halves: |sum_x| <= 127 * 128.
                 sum[r] = _mm512_madd_epi16(zero, _mm512_set1_epi32(-sum_x));
-            } else if constexpr (kScheme == Scheme::kSym) {
+            } else if constexpr (kScheme == Scheme::kSym || !kInt4) {
                 sum[r] = _mm512_set1_epi32((kInt4 ? -8 : -128) * sum_x);
             } else {
                 sum[r] = _mm512_setzero_si512();
             }
         }
         const uint8_t* group_codes = codes + int64_t(begin) * kColumnBytes;
-        if constexpr (kInt4) {
+        if (kInt4 && w.group == 16) {
+            // Two groups share a block of 32: the odd one lies in the high nibbles.
+            int4_half_dot<R>(g % 2 == 0 ? group_codes : group_codes - 16 * kColumnBytes, g % 2,
+                             x_codes + begin, w.k_padded, sum);
+        } else if constexpr (kInt4) {
             int4_dot<R>(group_codes, x_codes + begin, w.k_padded, columns, sum);
         } else {
             int8_dot<R>(reinterpret_cast<const int8_t*>(group_codes), x_codes + begin, w.k_padded,
@@ -289,9 +308,16 @@ void int4_group(const LinearWeight& w, const Activations& x, int32_t block_begin
     kernel(w, x, block_begin, block_end, out, out_stride, accumulate);
 }
 
+void int8_group(const LinearWeight& w, const Activations& x, int32_t block_begin, int32_t block_end,
+                float* out, ptrdiff_t out_stride, bool accumulate) {
+    constexpr WeightKind kKind = WeightKind::kInt8Group;
+    LinearFn kernel = group_scheme<kKind, Scheme::kSym>;
+    if (w.scheme == Scheme::kMin) kernel = group_scheme<kKind, Scheme::kMin>;
+    kernel(w, x, block_begin, block_end, out, out_stride, accumulate);
+}
+
 }  // namespace
 
-const LinearKernels linear_kernels = {
-    bf16, int8_row, group_scheme<WeightKind::kInt8Group, Scheme::kSym>, int4_group};
+const LinearKernels linear_kernels = {bf16, int8_row, int8_group, int4_group};
 
 }  // namespace trivet::avx512

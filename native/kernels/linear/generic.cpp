@@ -27,7 +27,7 @@ float load_scale(const void* values, ScaleType type, int64_t index) {
 // Code of channel `lane` of block `block` at column k, as stored (4-bit codes unsigned).
 int32_t code_at(const LinearWeight& w, int32_t block, int32_t lane, int32_t k) {
     const int64_t row = int64_t(block) * w.k_padded;  // columns of the blocks before
-    if (w.kind == WeightKind::kInt4Group) {
+    if (is_int4(w.kind)) {
         const auto* bytes = static_cast<const uint8_t*>(w.codes) + row * 8;
         const int32_t inner = k % 16;
         const uint8_t byte = bytes[(k / 32) * 256 + (inner / 4) * 64 + lane * 4 + inner % 4];
@@ -91,17 +91,17 @@ void int8_row(const LinearWeight& w, const Activations& x, int32_t block_begin, 
     for_each_output(w, x, block_begin, block_end, out, out_stride, accumulate, dot);
 }
 
-// Groups of 4-bit codes (all schemes) and of 8-bit codes (scheme sym). A group's sum is exact: at
-// most 128 products of at most 127 * 127.
+// Groups of 4-bit codes (all schemes) and of 8-bit codes (schemes sym and min). A group's sum is
+// exact: at most 128 products of at most 127 * 127.
 void int_group(const LinearWeight& w, const Activations& x, int32_t block_begin, int32_t block_end,
                float* out, ptrdiff_t out_stride, bool accumulate) {
     auto dot = [&](int32_t row, int32_t block, int32_t lane) {
         const int8_t* a = x.codes + int64_t(row) * w.k_padded;
         float acc = 0.0f;
         for (int32_t g = 0; g < w.num_groups; ++g) {
-            const int64_t index = (int64_t(block) * w.num_groups + g) * kChannels + lane;
+            const int64_t index = scale_index(w, block, g) + lane;
             int32_t offset = 0;
-            if (w.kind == WeightKind::kInt4Group && w.scheme == Scheme::kSym) offset = 8;
+            if (is_int4(w.kind) && w.scheme == Scheme::kSym) offset = 8;
             if (w.scheme == Scheme::kZeroPoint) offset = w.zeros[index];
             const int32_t end = w.k < (g + 1) * w.group ? w.k : (g + 1) * w.group;
             int32_t sum = 0;

@@ -17,6 +17,7 @@ enum class WeightKind : int32_t {
     kInt8Row = 1,    // codes int8, one f32 scale per channel, activations int8 per row (rotated)
     kInt8Group = 2,  // codes int8, scale per (channel, group), activations int8 per (row, group)
     kInt4Group = 3,  // codes uint4, scale per (channel, group) and the scheme's offset
+    kInt4Row = 4,    // the same, but one scale and offset per channel; activations in groups of 32
 };
 enum class ScaleType : int32_t { kF16 = 0, kF32 = 1 };
 enum class Scheme : int32_t { kSym = 0, kZeroPoint = 1, kMin = 2 };
@@ -31,14 +32,26 @@ struct LinearWeight {
     int32_t k;           // input width
     int32_t n_padded;    // multiple of 16
     int32_t k_padded;    // multiple of 64; activations beyond k are zero
-    int32_t group;       // columns per group: 32, 64 or 128; k_padded for kInt8Row; unused for bf16
-    int32_t num_groups;  // ceil(k / group)
+    int32_t group;         // columns of one integer sum: 16, 32, 64 or 128; 32 for kInt4Row;
+                           // k_padded for kInt8Row; unused for bf16
+    int32_t num_groups;    // ceil(k / group)
+    int32_t scale_groups;  // scales per channel: num_groups; 1 for kInt4Row
     const void* codes;
-    const void* scales;    // [n_padded/16][num_groups][16] f16 or f32; kInt8Row: f32 [n_padded]
+    const void* scales;    // [n_padded/16][scale_groups][16] f16 or f32; kInt8Row: f32 [n_padded]
     const void* minima;    // like scales, scheme kMin only
-    const uint8_t* zeros;  // [n_padded/16][num_groups][16], 0..127, scheme kZeroPoint only
+    const uint8_t* zeros;  // [n_padded/16][scale_groups][16], 0..127, scheme kZeroPoint only
     const float* bias;     // [n_padded] or null
 };
+
+// Static, not inline: ISA files export nothing but their tables.
+static inline bool is_int4(WeightKind kind) {
+    return kind == WeightKind::kInt4Group || kind == WeightKind::kInt4Row;
+}
+
+// Index of the scale of a block's first channel in group g.
+static inline int64_t scale_index(const LinearWeight& w, int32_t block, int32_t g) {
+    return (int64_t(block) * w.scale_groups + (w.scale_groups == 1 ? 0 : g)) * 16;
+}
 
 // Activations in the form the weight kind asks for; made once per linear input by
 // quantize/quantize.h.
@@ -88,6 +101,7 @@ inline LinearFn select(const LinearKernels& k, WeightKind kind) {
         case WeightKind::kInt8Group:
             return k.int8_group;
         case WeightKind::kInt4Group:
+        case WeightKind::kInt4Row:
             return k.int4_group;
     }
     return nullptr;

@@ -66,6 +66,13 @@ void quantize_span(const float* x, int32_t count, float largest, int8_t* codes, 
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes + i),
                             _mm256_permutevar8x32_epi32(packed, order));
     }
+    for (; i + 8 <= count; i += 8) {
+        const __m256i code = quantize8(x + i, inverses);
+        total = _mm256_add_epi32(total, code);
+        const __m128i pairs =
+            _mm_packs_epi32(_mm256_castsi256_si128(code), _mm256_extracti128_si256(code, 1));
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(codes + i), _mm_packs_epi16(pairs, pairs));
+    }
     int32_t rest = 0;
     for (; i < count; ++i) {
         float v = x[i] * inverse;

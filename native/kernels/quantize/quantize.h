@@ -13,7 +13,7 @@ namespace trivet {
 
 struct QuantizeKernels {
     void (*to_bf16)(const float* x, int32_t k, int32_t k_padded, uint16_t* out);
-    // group: a multiple of 32. scales and sums: [ceil(k / group)].
+    // group: 16 or a multiple of 32. scales and sums: [ceil(k / group)].
     void (*to_int8_group)(const float* x, int32_t k, int32_t k_padded, int32_t group, int8_t* codes,
                           float* scales, int32_t* sums);
     // scratch: float32 [k_padded]. hadamard: block width (hadamard_width(k), or 1 for none).

@@ -17,13 +17,12 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from trivet.checkpoint.ggml import TYPES, BlockType, decode, kquants, legacy
+from trivet.checkpoint.ggml import TYPES, BlockType, kquants, legacy
 from trivet.checkpoint.gguf_vocab import tokenizer_from_gguf
 from trivet.checkpoint.source import (
     Checkpoint,
     Float16,
     Float32,
-    FloatMatrix,
     SourceTensor,
     TensorInfo,
     read_span,
@@ -238,7 +237,7 @@ class GGUFCheckpoint(Checkpoint):
         return tokenizer_from_gguf(self.metadata, self.path)
 
     def read(self, name: str) -> SourceTensor:
-        """See `Checkpoint.read`. Types that no grid of the engine holds come as `FloatMatrix`."""
+        """See `Checkpoint.read`. Every block type comes as a grid that holds it exactly."""
         info = self.info(name)
         raw = read_span(info.path, info.offset, info.num_bytes)
         if info.dtype in ("F32", "F16"):
@@ -252,13 +251,9 @@ class GGUFCheckpoint(Checkpoint):
             codes = raw.view(np.uint16).reshape(rows, columns)
             require_finite(codes, self.path, name)
             return WeightTensor(WeightFormat(16), codes, exact=True, source="BF16")
-        if info.dtype in ("Q4_0", "Q4_1", "Q5_0", "Q8_0"):
-            return _read_grid(raw, info, rows, columns)
-        if info.dtype == "Q4_K":
-            return _read_q4_k(raw, info, rows, columns)
-        values = decode(info.dtype, raw.reshape(rows, -1))
-        require_finite(values, self.path, name)
-        return FloatMatrix(values, _WIDENED, info.dtype, _WHY[info.dtype])
+        if info.dtype in _K_FORMS:
+            return _read_k(raw, info, rows, columns)
+        return _read_grid(raw, info, rows, columns)
 
     def read_bytes(self, name: str) -> NDArray[np.uint8]:
         """The tensor's bytes as they lie in the file, uint8 [rows, bytes of a row]."""
@@ -267,10 +262,14 @@ class GGUFCheckpoint(Checkpoint):
         return raw.reshape(math.prod(info.shape[:-1]), -1)
 
 
-_WIDENED = WeightFormat(8, 32)
-_SIXTEENS = "groups of 16 are rounded to 8 bits in groups of 32"
-_FIFTHS = "5 bits with a minimum are rounded to 8 bits in groups of 32"
-_WHY = {"Q2_K": _SIXTEENS, "Q3_K": _SIXTEENS, "Q6_K": _SIXTEENS, "Q5_1": _FIFTHS, "Q5_K": _FIFTHS}
+# The engine's form of each k-quant; 2 and 3 bits lie in 4, 5 and 6 in 8.
+_K_FORMS = {
+    "Q2_K": WeightFormat(4, 16, Scheme.MIN),
+    "Q3_K": WeightFormat(4, 16),
+    "Q4_K": WeightFormat(4, 32, Scheme.MIN),
+    "Q5_K": WeightFormat(8, 32, Scheme.MIN),
+    "Q6_K": WeightFormat(8, 16),
+}
 
 
 def _read_grid(raw: NDArray[np.uint8], info: TensorInfo, rows: int, columns: int) -> WeightTensor:
@@ -288,23 +287,31 @@ def _read_grid(raw: NDArray[np.uint8], info: TensorInfo, rows: int, columns: int
         codes = codes.astype(np.int8) - np.int8(16)
     elif info.dtype == "Q4_0":
         form = WeightFormat(4, 32)
-    elif info.dtype == "Q4_1":
-        form, minima = WeightFormat(4, 32, Scheme.MIN), halves(2)
+    elif info.dtype in ("Q4_1", "Q5_1"):
+        bits = 4 if info.dtype == "Q4_1" else 8
+        form, minima = WeightFormat(bits, 32, Scheme.MIN), halves(2)
+        codes = codes.astype(np.int8 if bits == 8 else np.uint8, copy=False)
     shaped = codes.reshape(rows, columns)
     return WeightTensor(form, shaped, scales, minima, exact=True, source=info.dtype)
 
 
-def _read_q4_k(raw: NDArray[np.uint8], info: TensorInfo, rows: int, columns: int) -> WeightTensor:
-    """Q4_K as 4-bit codes with a float32 scale and minimum per 32 values, which hold it exactly."""
-    codes, scales, minima = kquants.split("Q4_K", raw.reshape(-1, TYPES["Q4_K"].num_bytes))
-    assert minima is not None
+def _read_k(raw: NDArray[np.uint8], info: TensorInfo, rows: int, columns: int) -> WeightTensor:
+    """A k-quant as codes with a float32 scale (and minimum) per sub-block, which hold it exactly."""
+    form = _K_FORMS[info.dtype]
+    codes, scales, minima = kquants.split(info.dtype, raw.reshape(-1, TYPES[info.dtype].num_bytes))
     for values in (scales, minima):
-        require_finite(values, info.path, info.name)
+        if values is not None:
+            require_finite(values, info.path, info.name)
+    shaped = codes.reshape(rows, columns)
+    if form.bits == 8:
+        shaped = shaped.astype(np.int8, copy=False)
+    elif form.scheme is Scheme.SYM:
+        shaped = (shaped + np.int8(8)).astype(np.uint8)
     return WeightTensor(
-        WeightFormat(4, 32, Scheme.MIN),
-        codes.astype(np.uint8, copy=False).reshape(rows, columns),
+        form,
+        shaped,
         scales.reshape(rows, -1),
-        -minima.reshape(rows, -1),
+        None if minima is None else -minima.reshape(rows, -1),
         exact=True,
-        source="Q4_K",
+        source=info.dtype,
     )

@@ -31,8 +31,8 @@ Weights = Annotated[
     typer.Option(
         "--weights",
         metavar="F",
-        help="bf16, w8a8, w8a8-gN, w4a8-gN, w4a8-gN-zp, w4a8-gN-min (N: 32, 64, 128), or auto: "
-        "the file's own grid.  [default: auto]",
+        help="bf16, w8a8, w8a8-gN, w4a8-gN, w4a8-row, with -zp or -min at the end of the last two (N: "
+        "16, 32, 64, 128), or auto: the file's own grid.  [default: auto]",
     ),
 ]
 KV = Annotated[

@@ -7,7 +7,7 @@ K to 64; everything is little endian. NB = n_padded / 16, KP = k_padded, G = num
     w8     codes int8   [NB, KP/4, 16, 4]
     w4     codes uint8  [NB, KP/32, 4, 16, 4]: byte (r, n, j) of 32 columns starting at k holds the
            code of column k + 4r + j in its low nibble and of column k + 16 + 4r + j in its high one
-    scales float16 or float32 [NB, G, 16] (whole-row int8: float32, G = 1); minima alike
+    scales float16 or float32 [NB, G, 16] (G = 1 for the row, float32 for whole-row int8); minima alike
     zeros  uint8 [NB, G, 16]
 
 Padded codes and scales are zero; the kernels meet them only with zero activations. `pack` and
@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from trivet.config import Scheme, WeightFormat
-from trivet.native.weights import WeightTensor
+from trivet.native.weights import ROW_ACTIVATION_GROUP, WeightTensor
 
 CHANNELS = 16  # output channels of one block
 K_ALIGN = 64  # columns are padded to a multiple of this
@@ -38,13 +38,14 @@ class WeightKind(enum.IntEnum):
     INT8_ROW = 1
     INT8_GROUP = 2
     INT4_GROUP = 3
+    INT4_ROW = 4
 
     @classmethod
     def of(cls, format: WeightFormat) -> WeightKind:
         if format.bits == 16:
             return cls.BF16
         if format.bits == 4:
-            return cls.INT4_GROUP
+            return cls.INT4_ROW if format.group_size is None else cls.INT4_GROUP
         return cls.INT8_ROW if format.group_size is None else cls.INT8_GROUP
 
 
@@ -92,12 +93,20 @@ class Layout:
 
     @property
     def group(self) -> int:
-        """Columns of one group; the padded width when the row is one group."""
+        """Columns of one activation scale, and of one scale of the weight unless that is the row's."""
+        if self.kind is WeightKind.INT4_ROW:
+            return ROW_ACTIVATION_GROUP
         return self.format.group_size or self.k_padded
 
     @property
     def num_groups(self) -> int:
+        """Activation scales of one row."""
         return -(-self.k // self.group)
+
+    @property
+    def scale_groups(self) -> int:
+        """Scales of one output channel."""
+        return 1 if self.format.group_size is None else self.num_groups
 
     @property
     def parts(self) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
@@ -107,11 +116,12 @@ class Layout:
             WeightKind.INT8_ROW: (np.int8, (blocks, k // 4, CHANNELS, 4)),
             WeightKind.INT8_GROUP: (np.int8, (blocks, k // 4, CHANNELS, 4)),
             WeightKind.INT4_GROUP: (np.uint8, (blocks, k // 32, 4, CHANNELS, 4)),
+            WeightKind.INT4_ROW: (np.uint8, (blocks, k // 32, 4, CHANNELS, 4)),
         }
         dtype, shape = codes[self.kind]
         parts = {"codes": (np.dtype(dtype), shape)}
         if self.kind is not WeightKind.BF16:
-            per_group = (blocks, self.num_groups, CHANNELS)
+            per_group = (blocks, self.scale_groups, CHANNELS)
             parts["scales"] = (self.scale_type.dtype, per_group)
             if self.format.scheme is Scheme.MIN:
                 parts["minima"] = (self.scale_type.dtype, per_group)
@@ -167,7 +177,7 @@ def pack(weight: WeightTensor) -> PackedWeight:
     rows[: layout.n, : layout.k] = weight.codes
     if kind is WeightKind.BF16:
         codes = rows.reshape(blocks, CHANNELS, k // 2, 2).transpose(0, 2, 1, 3)
-    elif kind is WeightKind.INT4_GROUP:
+    elif layout.format.bits == 4:
         assert not (rows > 15).any(), "4-bit codes are 0..15"
         # [block, n, k/32, half, r, j] -> [block, k/32, half, r, n, j]
         split = rows.reshape(blocks, CHANNELS, k // 32, 2, 4, 4).transpose(0, 2, 3, 4, 1, 5)
@@ -179,9 +189,9 @@ def pack(weight: WeightTensor) -> PackedWeight:
     def by_block(values: NDArray[Any] | None) -> NDArray[Any] | None:
         if values is None:
             return None
-        padded = np.zeros((layout.n_padded, layout.num_groups), values.dtype)
+        padded = np.zeros((layout.n_padded, layout.scale_groups), values.dtype)
         padded[: layout.n] = values
-        blocked = padded.reshape(blocks, CHANNELS, layout.num_groups).transpose(0, 2, 1)
+        blocked = padded.reshape(blocks, CHANNELS, layout.scale_groups).transpose(0, 2, 1)
         return np.ascontiguousarray(blocked)
 
     return PackedWeight(
@@ -196,8 +206,8 @@ def pack(weight: WeightTensor) -> PackedWeight:
 def unpack(packed: PackedWeight) -> WeightTensor:
     """The weight `packed` was made from, with ``exact`` and ``source`` unset."""
     layout = packed.layout
-    kind, n, k = layout.kind, layout.n_padded, layout.k_padded
-    if kind is WeightKind.INT4_GROUP:
+    n, k = layout.n_padded, layout.k_padded
+    if layout.format.bits == 4:
         halves = np.stack([packed.codes & 15, packed.codes >> 4], axis=2)
         rows = halves.transpose(0, 4, 1, 2, 3, 5).reshape(n, k)
     else:
@@ -207,7 +217,7 @@ def unpack(packed: PackedWeight) -> WeightTensor:
         if values is None:
             return None
         return np.ascontiguousarray(
-            values.transpose(0, 2, 1).reshape(n, layout.num_groups)[: layout.n]
+            values.transpose(0, 2, 1).reshape(n, layout.scale_groups)[: layout.n]
         )
 
     return WeightTensor(

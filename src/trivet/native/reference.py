@@ -113,9 +113,9 @@ def lookup(weight: WeightTensor, tokens: NDArray[np.int32]) -> Float32:
     codes = weight.codes[tokens]
     if weight.format.bits == 16:
         return from_bf16(codes.astype(np.uint16))
-    group = weight.format.group_size
-    assert group is not None, "a rotated weight cannot be looked up"
+    assert not weight.format.is_rotated, "a rotated weight cannot be looked up"
     assert weight.scales is not None
+    group = weight.format.group_size or weight.shape[1]
 
     def spread(values: NDArray[np.generic]) -> Float32:
         wide = np.repeat(values[tokens].astype(np.float32), group, axis=1)

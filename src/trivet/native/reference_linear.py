@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trivet.config import Scheme
-from trivet.native.weights import WeightTensor, hadamard_width
+from trivet.native.weights import ROW_ACTIVATION_GROUP, WeightTensor, hadamard_width
 
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
@@ -173,23 +173,23 @@ def _int_dot(x: NDArray[np.int8], codes: NDArray[Any]) -> Float32:
 
 
 def _group_product(x: QuantizedRows, weight: WeightTensor) -> Float32:
-    group, k = weight.format.group_size, weight.shape[1]
-    assert group is not None
+    group, k = weight.format.group_size or ROW_ACTIVATION_GROUP, weight.shape[1]
     assert weight.scales is not None
     scales = weight.scales.astype(np.float32)
     acc = np.zeros((x.codes.shape[0], weight.shape[0]), np.float32)
-    for g in range(weight.num_groups):
+    for g in range(-(-k // group)):
+        own = g if weight.num_groups > 1 else 0  # one scale of the row serves all its groups
         columns = slice(g * group, min(k, (g + 1) * group))
         codes = weight.codes[:, columns].astype(np.int32)
         if weight.zeros is not None:
-            codes = codes - weight.zeros[:, g : g + 1].astype(np.int32)
+            codes = codes - weight.zeros[:, own : own + 1].astype(np.int32)
         elif weight.format.bits == 4 and weight.format.scheme is Scheme.SYM:
             codes = codes - 8
         sx = x.scales[:, g : g + 1]
-        acc = fma32(_int_dot(x.codes[:, columns], codes), mul32(sx, scales[None, :, g]), acc)
+        acc = fma32(_int_dot(x.codes[:, columns], codes), mul32(sx, scales[None, :, own]), acc)
         if weight.minima is not None:
             sum_x = mul32(x.sums[:, g : g + 1].astype(np.float32), sx)
-            acc = fma32(sum_x, weight.minima.astype(np.float32)[None, :, g], acc)
+            acc = fma32(sum_x, weight.minima.astype(np.float32)[None, :, own], acc)
     return acc
 
 
@@ -202,13 +202,14 @@ def linear(
     """
     if weight.format.bits == 16:
         y = bf16_product(to_bf16(x), weight.codes.astype(np.uint16))
-    elif weight.format.group_size is None:
+    elif weight.format.is_rotated:
         assert weight.scales is not None
         rows = quantize_row(x)
         t = mul32(rows.scales, weight.scales.astype(np.float32).T)
         y = mul32(_int_dot(rows.codes, weight.codes), t)
     else:
-        y = _group_product(quantize_group(x, weight.format.group_size), weight)
+        group = weight.format.group_size or ROW_ACTIVATION_GROUP
+        y = _group_product(quantize_group(x, group), weight)
     if bias is not None:
         y = add32(y, bias[None, :])
     return y if residual is None else add32(residual, y)

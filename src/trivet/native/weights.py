@@ -23,7 +23,7 @@ class WeightTensor:
              bits 8: int8 codes -127..127; group_size None: the columns are already rotated by the
              block Hadamard of the contract, ``scales`` float32 [N, 1]
              bits 4: uint8 codes 0..15; sym means scale * (code - 8)
-    scales   float16 or float32 [N, G], G = ceil(K / group_size)
+    scales   float16 or float32 [N, G], G = ceil(K / group_size), or 1 for the row
     minima   like scales, scheme ``min`` only: scale * code + minimum
     zeros    uint8 [N, G], scheme ``zp`` only: scale * (code - zero)
     exact    whether the tensor holds its source bit for bit
@@ -57,6 +57,11 @@ class WeightTensor:
             assert self.scales.shape == (self.shape[0], self.num_groups), self.scales.shape
         assert (self.minima is not None) == (scheme is Scheme.MIN), scheme
         assert (self.zeros is not None) == (scheme is Scheme.ZP), scheme
+
+
+ROW_ACTIVATION_GROUP = (
+    32  # columns of one activation scale beside 4-bit weights with one scale a row
+)
 
 
 def hadamard_width(k: int) -> int:
@@ -106,6 +111,6 @@ def dequantize(weight: WeightTensor, *, rotated: bool = False) -> NDArray[np.flo
     values = spread(weight.scales) * (weight.codes.astype(np.float64) - offset)
     if weight.minima is not None:
         values = values + spread(weight.minima)
-    if weight.format.group_size is None and not rotated:
+    if weight.format.is_rotated and not rotated:
         values = rotate(values)
     return values.astype(np.float32)

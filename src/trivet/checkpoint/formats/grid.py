@@ -21,7 +21,7 @@ from trivet.native.weights import WeightTensor
 Float32 = NDArray[np.float32]
 UInt8 = NDArray[np.uint8]
 
-_ENGINE_GROUPS = (128, 64, 32)  # of the grouped kernels, the widest first
+_ENGINE_GROUPS = (128, 64, 32, 16)  # of the grouped kernels, the widest first
 _REQUANTIZED = WeightFormat(8, 32)  # for values on no grid of the engine: 8 bits, little loss
 
 
@@ -119,9 +119,9 @@ def normalized(grid: CodeGrid) -> CodeGrid:
 def to_source(grid: CodeGrid, source: str) -> WeightTensor | FloatMatrix:
     """A grid as the engine's own form where that holds every value, else as float rows.
 
-    2 and 3 bits widen to 4, 5 to 7 bits to 8; a group of 256 or of the row becomes groups of 128 that
-    share a scale. Not on the engine's grids: columns in another order than their groups, groups that
-    are no multiple of 32, and 8-bit zero points that put a code beyond int8.
+    2 and 3 bits widen to 4, 5 to 7 bits to 8; a group of 256, and beyond 4 bits one of the row, becomes
+    groups of 128 that share a scale. Not on the engine's grids: columns in another order than their
+    groups, groups that are no multiple of 16, and 8-bit zero points that put a code beyond int8.
 
     source  names the file's format in reports
     """
@@ -136,10 +136,14 @@ def to_source(grid: CodeGrid, source: str) -> WeightTensor | FloatMatrix:
     own = grid.group_size
     group = next((g for g in _ENGINE_GROUPS if own is None or own % g == 0), None)
     if group is None:
-        return requantized(f"groups of {own} are no multiple of 32")
+        return requantized(f"groups of {own} are no multiple of 16")
+    if own is None and grid.bits <= 4 and k > _ENGINE_GROUPS[0]:
+        group = None  # a narrower row is one group
     count = num_groups(k, group)
 
     def spread(values: NDArray[Any]) -> NDArray[Any]:
+        if group is None:
+            return values
         if own is None:
             return np.repeat(values, count, axis=1)
         return np.ascontiguousarray(np.repeat(values, own // group, axis=1)[:, :count])
@@ -178,7 +182,7 @@ def to_grid(weight: WeightTensor) -> CodeGrid:
     Raises QuantError: bf16, a float minimum, or whole-row int8, whose columns are rotated.
     """
     form = weight.format
-    if form.bits == 16 or form.scheme is Scheme.MIN or form.group_size is None:
+    if form.bits == 16 or form.scheme is Scheme.MIN or form.is_rotated:
         raise QuantError(
             f"{form.full_form} has no place in this format; expected integer codes"
             " with a scale and at most a zero point per group"

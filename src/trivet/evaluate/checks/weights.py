@@ -314,7 +314,7 @@ def _group_errors(
         unit = size
     else:
         scales = np.abs(weight.scales[start:end].astype(np.float32))
-        if weight.format.group_size is None:
+        if scales.shape[1] == 1:
             scales = np.repeat(scales, num_groups, axis=1)
         if not (columns == 1).all():
             spread = grouped(np.broadcast_to(columns, (n, k)).astype(np.float32))
