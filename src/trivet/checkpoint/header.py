@@ -88,9 +88,9 @@ class PackedHeader:
         """The model's tokenizer, built anew. Raises CheckpointError: it is damaged."""
         from trivet.checkpoint.tokenizer import Tokenizer, TokenizerData
 
-        raw, settings = self.bytes_at("tokenizer"), self.header.get("tokenizer_settings")
+        raw = self.bytes_at("tokenizer")
         try:
-            data = TokenizerData.from_settings(raw.decode(), settings)
+            data = TokenizerData.from_settings(raw.decode(), self.header["tokenizer_settings"])
         except (KeyError, TypeError, ValueError):
             raise CheckpointError(self.path, "has no sound tokenizer; delete it") from None
         return Tokenizer(data, self.path)
