@@ -87,7 +87,7 @@ NOWHERE = frozenset(
         "trivet.speculate", "trivet.quant.pack", "trivet.cli.output",
     )
 )  # fmt: skip
-ONCE = ("numpy", "trivet.native", "trivet.quant", "typer", "pydantic", "starlette", "tokenizers")
+ONCE = ("numpy", "trivet.native", "trivet.quant", "typer", "starlette", "tokenizers")
 
 
 def test_a_start_imports_what_it_needs_and_nothing_twice(tiny_model: Path) -> None:

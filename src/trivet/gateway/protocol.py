@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
-import pydantic
-from pydantic import ConfigDict, Field
+import msgspec
+from msgspec import Meta
 
 from trivet.errors import RequestError
 from trivet.request import SamplingParams
@@ -27,6 +28,8 @@ MAX_STOP_CHARS = 1024  # of one stop string
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 4096
 MAX_TOKENS = 1 << 24  # an upper bound of any context
+MAX_BIAS = 100.0
+ROLES = ("system", "developer", "user", "assistant")
 _INT64 = 1 << 63
 _EMPTY_IN_MESSAGE = frozenset(
     {"refusal", "tool_calls", "function_call", "tool_call_id", "audio", "annotations"}
@@ -82,49 +85,47 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 """Fields that do not exist here, with the values that ask for nothing and are let through."""
 
 
-class Body(pydantic.BaseModel):
-    """Base of all bodies: no coercion, no unknown fields, no NaN or infinity."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of all bodies: no coercion, no unknown fields. Floats have bounds: no NaN or infinity."""
 
 
-class StreamOptions(Body):
+class StreamOptions(Body, frozen=True, kw_only=True):
     """``include_obfuscation`` exists only to be switched off."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = None
 
 
-class GenerationBody(Body):
+class GenerationBody(Body, frozen=True, kw_only=True):
     """Fields that completions and chat completions share. Defaults are OpenAI's.
 
     ``priority`` is vLLM's: a lower value is served earlier.
     """
 
     model: str | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    seed: Annotated[int, Field(ge=-_INT64, lt=2 * _INT64)] | None = None
+    seed: int | None = None
     stop: Any = None
-    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=MAX_TOKENS)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=1e-6, le=10)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=1e-6, le=10)] | None = None
+    logit_bias: dict[str, Any] | None = None
     allowed_token_ids: list[int] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
-    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
-    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] | None = None
+    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
 
     def stops(self) -> list[str]:
         """The stop strings; [] when there are none."""
@@ -179,12 +180,12 @@ class GenerationBody(Body):
         )
 
 
-class CompletionBody(GenerationBody):
+class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     """POST /v1/completions."""
 
     prompt: Any
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None
 
     def logprobs_wanted(self) -> int | None:
@@ -198,21 +199,21 @@ class CompletionBody(GenerationBody):
         return list(prompt)
 
 
-class ChatMessage(Body):
-    """One message. ``content`` is checked apart: a string or a list of text parts."""
+class ChatMessage(Body, frozen=True, kw_only=True):
+    """One message. ``role`` and ``content`` (a string or a list of text parts) are checked apart."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: str
     content: Any = None
-    name: Annotated[str, Field(max_length=256)] | None = None
+    name: Annotated[str, Meta(max_length=256)] | None = None
 
 
-class ChatBody(GenerationBody):
+class ChatBody(GenerationBody, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None
 
@@ -224,12 +225,12 @@ class ChatBody(GenerationBody):
         return [_template_message(message) for message in self.messages]
 
 
-class TokenizeBody(Body):
+class TokenizeBody(Body, frozen=True, kw_only=True):
     """POST /tokenize: ``prompt`` or ``messages``."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
@@ -238,14 +239,14 @@ class TokenizeBody(Body):
         return [_template_message(message) for message in self.messages or []]
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(Body, frozen=True, kw_only=True):
     """POST /detokenize."""
 
     model: str | None = None
     tokens: list[int]
 
 
-class RoleBody(Body):
+class RoleBody(Body, frozen=True, kw_only=True):
     """POST /workers/{id}/role."""
 
     role: str
@@ -349,7 +350,7 @@ def _known_fields(model: type[Body], fields: dict[str, Any]) -> dict[str, Any]:
         if name in UNSUPPORTED:
             if value is not None and not _asks_nothing(name, value):
                 raise _unsupported(name, value)
-        elif name in IGNORED or (value is None and name in model.model_fields):
+        elif name in IGNORED or (value is None and name in model.__struct_fields__):
             continue
         elif name == "messages" and isinstance(value, list):
             kept[name] = [_known_message(index, message) for index, message in enumerate(value)]
@@ -384,26 +385,43 @@ def _asks_nothing(name: str, value: Any) -> bool:
 
 
 def _validate(model: type[B], fields: dict[str, Any]) -> B:
+    known = _known_fields(model, fields)
     try:
-        return model.model_validate(_known_fields(model, fields))
-    except pydantic.ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    param = _path(first["loc"])
-    if first["type"] == "missing":
+        return msgspec.convert(known, model)
+    except msgspec.ValidationError as error:
+        what, where = _split(str(error))
+    except UnicodeEncodeError:
+        raise RequestError("the body has a lone surrogate, which is no character") from None
+    if field := _MISSING.fullmatch(what):
+        param = _joined(where, field[1])
         raise RequestError(f"{param}: this field is needed", param, code="missing_parameter")
-    if first["type"] == "extra_forbidden":
+    if field := _UNKNOWN.fullmatch(what):
+        param = _joined(where, field[1])
         raise RequestError(f"{param}: unknown field", param, code="unknown_parameter")
-    if first["type"] == "too_short":
-        raise RequestError(f"{param}: an empty list", param, code="invalid_value")
-    reason = first["msg"].removeprefix("Input should be ")
-    raise RequestError(f"{param}: must be {reason}", param, code="invalid_value")
+    if known.get(where) == []:
+        raise RequestError(f"{where}: an empty list", where, code="invalid_value")
+    reason = what.replace("Expected ", "must be ").replace("`", "").replace(" | ", " or ")
+    if where in known and ", got " not in reason:
+        reason += f", not {_short(known[where])}"
+    raise RequestError(f"{where}: {reason}", where, code="invalid_value")
 
 
-def _path(location: Sequence[str | int]) -> str:
-    """``messages[0].content`` from ("messages", 0, "content"); safe to send back."""
-    path = ""
-    for part in location:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+# msgspec names the fault in words only.
+_FAULT = re.compile(r"(.*?)(?: - at `\$\.?([^`]*)`)?", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+
+
+def _split(message: str) -> tuple[str, str]:
+    """What is wrong, and the path of the field (``messages[0].role``; "" for the body itself)."""
+    found = _FAULT.fullmatch(message)
+    assert found is not None  # the pattern matches any text
+    return found[1], found[2] or ""
+
+
+def _joined(where: str, name: str) -> str:
+    """The path of a field of an object; safe to send back."""
+    path = f"{where}.{name}" if where else name
     return path[:200].encode("utf-8", "replace").decode("utf-8")
 
 
@@ -456,6 +474,21 @@ def _check_generation(body: GenerationBody) -> None:
                 )
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream: true", "stream_options")
+    if body.seed is not None and not -_INT64 <= body.seed < 2 * _INT64:
+        raise RequestError(
+            f"seed: {_short(body.seed)} is not an integer from {-_INT64} to {2 * _INT64 - 1}",
+            "seed",
+        )
+    if body.stream_options is not None and body.stream_options.include_obfuscation:
+        raise _unsupported("stream_options.include_obfuscation", True)
+    for key, value in (body.logit_bias or {}).items():
+        if type(value) not in (int, float) or not -MAX_BIAS <= value <= MAX_BIAS:
+            param = _joined("logit_bias", key)
+            raise RequestError(
+                f"{param}: {_short(value)} is not a number from {-MAX_BIAS:g} to {MAX_BIAS:g}",
+                param,
+                code="invalid_value",
+            )
     if body.cache_salt is not None:
         _check_text(body.cache_salt, "cache_salt")
 
@@ -463,6 +496,12 @@ def _check_generation(body: GenerationBody) -> None:
 def _check_messages(messages: Sequence[ChatMessage]) -> None:
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
+        if message.role not in ROLES:
+            raise RequestError(
+                f"{where}.role: {_short(message.role)} is not one of {', '.join(ROLES)}",
+                f"{where}.role",
+                code="invalid_value",
+            )
         if message.name is not None:
             _check_text(message.name, f"{where}.name")
         content = message.content
