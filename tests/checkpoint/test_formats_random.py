@@ -84,4 +84,4 @@ def test_the_engine_holds_every_value(seed: int) -> None:
             group = normalized(grid).group_size
             is_odd = group is not None and group % 16 != 0
             assert grid.group_index is not None or is_odd or grid.bits == 8
-    assert {"w4a8-g32", "w4a8-g64-zp", "w4a8-row", "w8a8-g64", "w8a8-g128", "floats"} <= set(kinds)
+    assert {"w4a8-g32", "w4a8-g64-zp", "w4a8-g128", "w8a8-g64", "w8a8-g128", "floats"} <= set(kinds)
