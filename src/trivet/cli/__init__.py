@@ -22,11 +22,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         print(f"trivet {__version__}")
         return 0
-    if words[:1] == ["serve"] and "--help" not in words:
-        return _serve(words)
-    from trivet.cli.app import run
+    try:
+        if words[:1] == ["serve"] and "--help" not in words:
+            return _serve(words)
+        from trivet.cli.app import run
 
-    return run(words)
+        return run(words)
+    except KeyboardInterrupt:  # while `run` is imported; a verb's own is caught there
+        print("trivet: interrupted", file=sys.stderr)
+        return 130
 
 
 def _serve(words: Sequence[str]) -> int:
@@ -34,18 +38,22 @@ def _serve(words: Sequence[str]) -> int:
 
     Nothing that is imported on the way to the ready line is garbage: collections wait until then.
     """
+    import contextlib
     import gc
 
     from trivet.gateway.spawn import spawn_worker
 
+    worker = None
     gc.disable()
-    worker = spawn_worker()
     try:
+        with contextlib.suppress(OSError):  # the server tries again, and its error is one line
+            worker = spawn_worker()
         from trivet.cli.app import run
 
         return run(words, worker)
     finally:
-        worker.discard()
+        if worker is not None:
+            worker.discard()
         gc.enable()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -58,6 +59,8 @@ def spawn_worker(factory: str = DEFAULT_FACTORY) -> SpawnedWorker:
         command = [sys.executable, "-P", "-m", "trivet.worker", "--fd", str(theirs.fileno())]
         command += ["--parent", str(os.getpid()), "--factory", factory]
         path = os.pathsep.join(entry for entry in sys.path if entry)
+        # Inherited, so that Ctrl-C ends no worker that has not come to ignore it yet.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             process = subprocess.Popen(
                 command,
@@ -69,4 +72,6 @@ def spawn_worker(factory: str = DEFAULT_FACTORY) -> SpawnedWorker:
         except OSError:
             ours.close()
             raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return SpawnedWorker(process, ours)
