@@ -82,7 +82,7 @@ def main() -> None:
             print(f"{form} {kv} {seed}: {entry['finding']}", flush=True)
             if options.gate == "off":
                 break  # the checks of files have no seed
-    result = {
+    report = {
         "machine": describe_machine(),
         "model": options.model,
         "damaged_form": options.weights,
@@ -92,11 +92,11 @@ def main() -> None:
         "cases": cases,
         "good": good,
     }
-    text = json.dumps(result, indent=1, default=str)
+    text = json.dumps(report, indent=1, default=str)
     if options.output is not None:
         options.output.write_text(text + "\n")
-    print(text if options.output is None else f"catch rate {result['catch_rate']:.1%},"
-          f" pass rate {result['pass_rate']:.1%}")  # fmt: skip
+    print(text if options.output is None else f"catch rate {report['catch_rate']:.1%},"
+          f" pass rate {report['pass_rate']:.1%}")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -129,6 +129,38 @@ class ModelConfig:
             _check_integer("max_model_len", self.max_model_len, 1)
 
 
+def is_url(model: str) -> bool:
+    """Whether a model's name is the address of a server."""
+    return model.startswith(("http://", "https://"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EndpointConfig:
+    """A model behind a URL.
+
+    model    address of an OpenAI-compatible server, with or without ``/v1``; ``#NAME`` at its end says
+             which of its models, where there are several
+    api_key  bearer key that it wants
+    """
+
+    model: str
+    api_key: str | None = dataclasses.field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if not is_url(self.model):
+            raise ConfigError("model", self.model, "a URL: http://HOST:PORT or https://HOST")
+
+    @property
+    def base_url(self) -> str:
+        """The address that paths are put after."""
+        return self.model.partition("#")[0].rstrip("/").removesuffix("/v1").rstrip("/")
+
+    @property
+    def model_name(self) -> str:
+        """Which of the server's models; empty: its only one."""
+        return self.model.partition("#")[2]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Limits of one engine.

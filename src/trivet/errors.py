@@ -5,6 +5,7 @@ TrivetError
 ├── CheckpointError    a model file: the file, the tensor and what is wrong with it
 ├── RequestError       a request: the field (``param``), why, and the HTTP status it maps to
 ├── QuantError         a weight that cannot be quantized as asked
+├── EndpointError      a server behind a URL: its address and what it does or lacks
 └── EngineError        the engine or a worker failed while running
 
 Broken invariants are assertions, not members of this tree. The command line turns every TrivetError
@@ -73,6 +74,15 @@ class RequestError(TrivetError):
 
 class QuantError(TrivetError):
     """A weight cannot be quantized as asked."""
+
+
+class EndpointError(TrivetError):
+    """A server behind a URL cannot be used; names the address and what is wrong with the answers."""
+
+    def __init__(self, url: str, reason: str) -> None:
+        super().__init__(f"{url}: {reason}")
+        self.url = url
+        self.reason = reason
 
 
 class EngineError(TrivetError):

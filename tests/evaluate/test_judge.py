@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from support.toy_model import make_toy_model
-from trivet.errors import EngineError
+from trivet.errors import EndpointError, EngineError
 from trivet.evaluate import sandbox
 from trivet.evaluate.builtin_tasks import builtin_tasks
 from trivet.evaluate.checks.judge import Answer, judge_answers
 from trivet.evaluate.gate import judge_checks
 from trivet.evaluate.gating import SIZES, Gate, GateOptions, add_tasks, finish
+from trivet.evaluate.quality import unmeasured
 from trivet.evaluate.results import CheckResult, Finding, Kind, Verdict
 from trivet.evaluate.subject import LocalSubject
 from trivet.evaluate.task import Form
@@ -108,7 +109,7 @@ def test_code_that_cannot_be_isolated_has_no_signal_and_no_vote(
     [found] = gate.checks
     assert (found.finding, found.votes) == (Finding.NO_SIGNAL, False)
     assert "no isolation of network, root, user, limits (unshare: not permitted)" in found.reason
-    report = finish(gate, [task], None)
+    report = finish(gate, [task], unmeasured(["a"]))
     assert report.as_json()["sandbox"] == lacking
     assert report.result.verdict is Verdict.UNDECIDED
     assert judge_checks([*PASSING, found]).verdict is Verdict.PASS
@@ -117,16 +118,22 @@ def test_code_that_cannot_be_isolated_has_no_signal_and_no_vote(
 def test_the_gate_says_what_isolated_its_code() -> None:
     tasks = builtin_tasks(0, 2)
     gate = Gate(GateOptions(), SIZES["fast"])
-    assert finish(gate, tasks, None).as_json()["sandbox"] == sandbox.isolation()
+    assert finish(gate, tasks, unmeasured([])).as_json()["sandbox"] == sandbox.isolation()
     plain = [task for task in tasks if task.form is not Form.CODE]
-    assert finish(gate, plain, None).as_json()["sandbox"] is None
+    assert finish(gate, plain, unmeasured([])).as_json()["sandbox"] is None
 
 
 def test_a_check_after_the_budget_or_in_error_is_named_and_not_run() -> None:
-    def fails() -> list[CheckResult]:
-        raise EngineError("broken")
+    errors = iter([EngineError("broken"), EndpointError("http://x", "does not answer")])
 
-    for budget, reason in ((None, "could not run: broken"), (1e-9, "the budget")):
+    def fails() -> list[CheckResult]:
+        raise next(errors)
+
+    for budget, reason in (
+        (None, "could not run: broken"),
+        (None, "could not run: http://x: does not answer"),
+        (1e-9, "the budget"),
+    ):
         gate = Gate(GateOptions(budget_s=budget), SIZES["fast"])
         gate.add("some check", Kind.MATHS, fails)
         gate.run()

@@ -11,17 +11,28 @@ from trivet.cli import options
 from trivet.cli.output import Output, number
 
 if TYPE_CHECKING:
-    from trivet.config import ModelConfig
+    from trivet.config import EndpointConfig, ModelConfig
     from trivet.evaluate import Evaluation, GateOptions
 
 
 def evaluate(
-    model: options.ModelArgument,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL|URL",
+            help="Folder in Hugging Face layout, .gguf file, hub id, recipe (.toml), or the word "
+            "demo; or the URL of a server, #NAME after it when it has several models.",
+            show_default=False,
+        ),
+    ],
     weights: options.Weights = None,
     kv: options.KV = None,
     baseline: Annotated[
         str | None,
-        typer.Option(metavar="MODEL2", help="Compare with this model.  [default: MODEL]"),
+        typer.Option(
+            metavar="MODEL2|URL2",
+            help="Compare with this one; a URL when the model is one.  [default: MODEL]",
+        ),
     ] = None,
     baseline_weights: Annotated[
         str | None,
@@ -88,6 +99,12 @@ def evaluate(
             help="Ledger of gates (JSONL).  [default: trivet/gates.jsonl of the state folder]",
         ),
     ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="K", envvar="TRIVET_API_KEY", help="Bearer key for models behind URLs."
+        ),
+    ] = None,
     sensitivity: Annotated[
         bool,
         typer.Option(
@@ -103,7 +120,7 @@ def evaluate(
     Every token of a corpus is scored once. Windows of --context tokens begin every --stride tokens and
     each scores what the one before did not.
     """
-    from trivet.config import KVFormat, ModelConfig
+    from trivet.config import ModelConfig, is_url
     from trivet.errors import ConfigError
     from trivet.evaluate import (
         GateOptions,
@@ -113,31 +130,27 @@ def evaluate(
         parse_kinds,
     )
 
-    for field, url in (("model", model), ("baseline", baseline)):
-        if url is not None and url.startswith(("http://", "https://")):
-            raise ConfigError(field, url, "a model on this machine; endpoints are not measured yet")
     if gate is None:
         for name, value in (("task", task), ("tasks", tasks), ("budget", budget)):
             if value:
                 raise ConfigError(name, str(value), "nothing without --gate fast or full")
-    name, given = options.settings(
-        model, weights=weights, kv=kv, threads=threads, max_model_len=max_model_len
-    )
-    given["kv"] = KVFormat.parse(given.get("kv", "bf16"))
-    config = ModelConfig(model=name, **given)
-    base_config = None
-    if baseline is not None or baseline_weights is not None or baseline_kv is not None:
-        base_name, base_given = options.settings(
-            baseline or model,
-            weights=baseline_weights or "bf16",
-            kv=baseline_kv or "bf16",
-            threads=threads,
-            max_model_len=max_model_len,
-        )
-        base_given["kv"] = KVFormat.parse(base_given["kv"])
-        base_config = ModelConfig(model=base_name, **base_given)
+    config: ModelConfig | EndpointConfig
+    base_config: ModelConfig | EndpointConfig | None = None
+    both = {"threads": threads, "max_model_len": max_model_len}
+    own = {"weights": weights, "kv": kv}
+    base = {"weights": baseline_weights, "kv": baseline_kv}
+    if is_url(model) or is_url(baseline or ""):
+        renamed = {f"baseline_{name}": value for name, value in base.items()}
+        _refuse({**own, **both, **renamed, "sensitivity": sensitivity or None})
+        config = _source(model, api_key)
+        base_config = None if baseline is None else _source(baseline, api_key)
+    else:
+        config = _local(model, own | both)
+        if baseline is not None or any(base.values()):
+            base = {name: value or "bf16" for name, value in base.items()}
+            base_config = _local(baseline or model, base | both)
     if sensitivity:
-        if base_config is None:
+        if not isinstance(config, ModelConfig) or not isinstance(base_config, ModelConfig):
             raise ConfigError("sensitivity", True, "--baseline MODEL2 or --baseline-weights F2")
         return _show_sensitivity(Output(json), config, base_config, corpus, max_tokens)
     asked: GateOptions | None = None
@@ -174,6 +187,31 @@ def evaluate(
     out.result(evaluation.as_json())
     verdict = evaluation.gate
     return 0 if verdict is None or verdict.verdict is Verdict.PASS else 1
+
+
+def _local(model: str, settings: dict[str, Any]) -> ModelConfig:
+    """A model on this machine with the settings that are given."""
+    from trivet.config import KVFormat, ModelConfig
+
+    name, given = options.settings(model, **settings)
+    given["kv"] = KVFormat.parse(given.get("kv", "bf16"))
+    return ModelConfig(model=name, **given)
+
+
+def _source(model: str, api_key: str | None) -> ModelConfig | EndpointConfig:
+    """A model behind a URL, or on this machine as it is."""
+    from trivet.config import EndpointConfig, is_url
+
+    return EndpointConfig(model=model, api_key=api_key) if is_url(model) else _local(model, {})
+
+
+def _refuse(given: dict[str, Any]) -> None:
+    """Raises ConfigError: a setting is given of a model that runs elsewhere."""
+    from trivet.errors import ConfigError
+
+    for field, value in given.items():
+        if value is not None:
+            raise ConfigError(field, value, "nothing with a URL: its server sets it")
 
 
 def _show_sensitivity(

@@ -4,6 +4,7 @@ corpora.py        texts to measure on
 scoring.py        logits of a text, chunk by chunk, and sums over them
 quality.py        perplexity, divergence, agreement per corpus
 subject.py        a model as checks see it: scores of continuations, greedy texts
+endpoint.py       the same of a model behind a URL
 task.py           items with a right answer, from files; builtin_tasks.py makes some
 checks/           the checks of the gate, one file each
 statistics.py     paired tests and intervals

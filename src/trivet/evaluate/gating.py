@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trivet.errors import ConfigError, EngineError
+from trivet.errors import ConfigError, EndpointError, EngineError
 from trivet.evaluate import sandbox
 from trivet.evaluate.builtin_tasks import builtin_tasks, held_out_prompts
 from trivet.evaluate.checks import (
@@ -32,10 +32,10 @@ from trivet.evaluate.checks import (
 from trivet.evaluate.checks.judge import Answer, judge_answers
 from trivet.evaluate.corpora import Corpus
 from trivet.evaluate.gate import GateResult, judge_checks
-from trivet.evaluate.quality import EncodedCorpus, Quality, QualityReport, encode_corpora
+from trivet.evaluate.quality import QualityReport, encode_corpora, quality_of, unmeasured
 from trivet.evaluate.results import CheckResult, Finding, Kind
-from trivet.evaluate.scoring import TokenFigures, make_windows, score_tokens
-from trivet.evaluate.subject import LocalSubject, Prompt, Subject
+from trivet.evaluate.scoring import TokenFigures, score_tokens
+from trivet.evaluate.subject import Subject
 from trivet.evaluate.task import Form, Task, load_tasks
 
 FORMAT_VERSION = 1
@@ -110,7 +110,7 @@ class GateReport:
     result: GateResult
     checks: list[CheckResult]
     kinds: dict[Kind, Finding]
-    quality: QualityReport | None
+    quality: QualityReport
     tasks: list[dict[str, Any]]
     sizes: Sizes
     options: GateOptions
@@ -174,7 +174,7 @@ class Gate:
                 continue
             try:
                 found = run()
-            except (EngineError, sandbox.SandboxError, ConfigError) as error:
+            except (EngineError, EndpointError, sandbox.SandboxError, ConfigError) as error:
                 reason = f"{name}: could not run: {error}"
                 found = [CheckResult(name, name, kind, Finding.NOT_RUN, reason)]
             took = (time.monotonic() - begin) / max(1, len(found))
@@ -201,8 +201,8 @@ def _no_progress(_count: int) -> None:
 
 
 def run_gate(
-    candidate: LocalSubject,
-    baseline: LocalSubject,
+    candidate: Subject,
+    baseline: Subject,
     corpora: Sequence[Corpus],
     options: GateOptions,
     *,
@@ -210,7 +210,7 @@ def run_gate(
     stride: int,
     progress: Callable[[str, float], None] | None = None,
 ) -> GateReport:
-    """All checks on two models in this process."""
+    """All checks on two models. What one of them does not give is named as not run."""
     sizes = SIZES[options.size]
     if options.corpus_tokens is not None:
         sizes = dataclasses.replace(sizes, corpus_tokens=options.corpus_tokens)
@@ -218,22 +218,18 @@ def run_gate(
         sizes = sizes.scaled(min(1.0, options.budget_s / _BUDGETS_S[options.size]))
     gate = Gate(options, sizes, progress)
     encoded = encode_corpora(
-        baseline.model.tokenizer, corpora, max_tokens=sizes.corpus_tokens, context=context,
-        stride=stride,
-    )  # fmt: skip
+        baseline, corpora, max_tokens=sizes.corpus_tokens, context=context, stride=stride
+    )
     figures: dict[str, TokenFigures] = {}
 
     def read_corpora() -> list[CheckResult]:
-        figures.update(_read(candidate, baseline, encoded, context))
+        for corpus in encoded:
+            figures[corpus.corpus.name] = score_tokens(baseline, candidate, corpus.windows)
         return perplexity.check(figures, options.seed) + divergence.check(figures, options.seed)
 
-    long_ids = baseline.encode(Prompt(corpora[0].text[: sizes.long_tokens * _CHARS_PER_TOKEN]))
+    long_ids = baseline.encode(corpora[0].text[: sizes.long_tokens * _CHARS_PER_TOKEN])
     gate.add("identity", Kind.MODEL, lambda: [identity.check(candidate, baseline)])
-    gate.add(
-        "weights",
-        Kind.MODEL,
-        lambda: [weights.check(candidate.model, baseline.model, long_ids)],
-    )
+    gate.add("weights", Kind.MODEL, lambda: [_check_weights(candidate, baseline, long_ids)])
     gate.add("perplexity", Kind.MODEL, read_corpora)
     tasks = pick_tasks(options, sizes)
     room = min(candidate.max_tokens, baseline.max_tokens)
@@ -241,17 +237,25 @@ def run_gate(
         baseline, sizes.passkeys, min(sizes.passkey_tokens, room - 32), options.seed
     )
     add_tasks(gate, candidate, baseline, [*tasks, passkeys])
-
-    def read_long() -> list[CheckResult]:
-        length = min(sizes.long_tokens, room)
-        windows = make_windows(long_ids[: length + 1], context=length, stride=length)[:1]
-        figure = score_tokens(baseline.scorer(length), candidate.scorer(length), windows)
-        return [long_context.check(figure, options.seed)]
-
-    gate.add("perplexity by position", Kind.LONG_CONTEXT, read_long)
+    gate.add(
+        "perplexity by position",
+        Kind.LONG_CONTEXT,
+        lambda: [
+            long_context.check(candidate, baseline, long_ids, sizes.long_tokens, options.seed)
+        ],
+    )
     add_texts(gate, candidate, baseline)
     gate.run()
-    return finish(gate, [*tasks, passkeys], quality_of(figures) if figures else None)
+    is_read = len(figures) == len(encoded)
+    quality = quality_of(figures) if is_read else unmeasured([c.corpus.name for c in encoded])
+    return finish(gate, [*tasks, passkeys], quality)
+
+
+def _check_weights(candidate: Subject, baseline: Subject, text_ids: list[int]) -> CheckResult:
+    if candidate.loaded is None or baseline.loaded is None:
+        reason = "weights: not run, the files of a model behind a URL cannot be read"
+        return CheckResult("weights", "weights", Kind.MODEL, Finding.NOT_RUN, reason)
+    return weights.check(candidate.loaded, baseline.loaded, text_ids)
 
 
 def add_texts(gate: Gate, candidate: Subject, baseline: Subject) -> None:
@@ -305,21 +309,18 @@ def _no_sandbox(task: Task) -> CheckResult:
     )
 
 
-def finish(gate: Gate, tasks: Sequence[Task], quality: QualityReport | None) -> GateReport:
+def finish(gate: Gate, tasks: Sequence[Task], quality: QualityReport) -> GateReport:
     """Judge what was found."""
     ruling = judge_checks(gate.checks, gate.options.kinds)
     metrics: dict[str, Any] = {
         "votes": ruling.num_votes,
         "kinds": {kind.value: finding.value for kind, finding in ruling.kinds.items()},
         "checks": {check.name: check.finding.value for check in gate.checks},
+        "delta_ppl": {one.corpus: one.delta_ppl for one in quality.corpora},
+        "mean_kl": quality.overall.mean_kl,
+        "top1_agreement": quality.overall.top1_agreement,
+        "tokens": quality.overall.tokens,
     }
-    if quality is not None:
-        metrics |= {
-            "delta_ppl": {one.corpus: one.delta_ppl for one in quality.corpora},
-            "mean_kl": quality.overall.mean_kl,
-            "top1_agreement": quality.overall.top1_agreement,
-            "tokens": quality.overall.tokens,
-        }
     result = GateResult(ruling.verdict, ruling.reasons, "serve it", metrics)
     return GateReport(
         result=result,
@@ -343,28 +344,3 @@ def finish(gate: Gate, tasks: Sequence[Task], quality: QualityReport | None) -> 
         texts=gate.texts,
         sandbox=sandbox.isolation() if any(task.form is Form.CODE for task in tasks) else None,
     )
-
-
-def quality_of(figures: dict[str, TokenFigures]) -> QualityReport:
-    """The contract's figures of each corpus and of all tokens."""
-    rows = [_quality(name, figure) for name, figure in figures.items()]
-    return QualityReport(rows, _quality("overall", TokenFigures.joined(list(figures.values()))))
-
-
-def _quality(name: str, figures: TokenFigures) -> Quality:
-    own, base = figures.perplexities
-    return Quality(
-        corpus=name,
-        perplexity=own,
-        baseline_perplexity=base,
-        mean_kl=float(figures.kl.mean()),
-        top1_agreement=float(figures.agreed.mean()),
-        tokens=len(figures.nll),
-    )
-
-
-def _read(
-    candidate: LocalSubject, baseline: LocalSubject, corpora: Sequence[EncodedCorpus], context: int
-) -> dict[str, TokenFigures]:
-    own, base = candidate.scorer(context), baseline.scorer(context)
-    return {encoded.corpus.name: score_tokens(base, own, encoded.windows) for encoded in corpora}

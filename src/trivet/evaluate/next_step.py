@@ -14,7 +14,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from trivet.evaluate.results import CheckResult, Finding, Verdict
+from trivet.evaluate.results import UNKNOWN, CheckResult, Finding, Verdict
 
 CALIBRATION = "calibration"
 GROUPS = "groups"
@@ -100,6 +100,8 @@ def next_step(
         return "files", "copy the baseline's tokenizer, chat template and config and run again"
     if "weights" in rejected:
         return "repair", "the file is damaged or was written wrongly: make it again"
+    if recipe.weights == UNKNOWN:
+        return "bits", "use more bits, smaller groups or a calibrated method for the weights"
     if recipe.kv != "bf16" and recipe.bits == 16:
         return "kv", "keep the KV cache in bf16: weights are not the cause"
     for step in ORDER:
@@ -112,7 +114,7 @@ def next_step(
 def _decide(checks: Sequence[CheckResult]) -> tuple[str, str]:
     if any(check.finding is Finding.NOT_RUN for check in checks):
         names = ", ".join(c.name for c in checks if c.finding is Finding.NOT_RUN)
-        return "run", f"make these checks run: {names} (more --budget, or where they can run)"
+        return "run", f"make these checks run: {names} (more --budget, or a model on this machine)"
     if any(check.finding is Finding.UNDECIDED for check in checks):
         return "sample", "use --gate full or more items in --tasks DIR: the sample is too small"
     return "tasks", "give --tasks DIR with tasks the baseline can do"

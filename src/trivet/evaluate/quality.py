@@ -12,9 +12,22 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from trivet.errors import ConfigError
 from trivet.evaluate.corpora import Corpus
-from trivet.evaluate.scoring import Scorer, Tally, Window, make_windows, score_windows
+from trivet.evaluate.scoring import (
+    Float64,
+    Reader,
+    Scorer,
+    Tally,
+    TokenFigures,
+    Window,
+    make_windows,
+    perplexity_of,
+    score_tokens,
+    score_windows,
+)
 
 CONTEXT = 1024
 STRIDE = 1024
@@ -152,4 +165,59 @@ def _quality(name: str, tally: Tally, base: Tally) -> Quality:
         mean_kl=tally.kl_sum / tally.tokens if compared else None,
         top1_agreement=tally.agreed / tally.tokens if compared else None,
         tokens=tally.tokens,
+    )
+
+
+def read_quality(
+    candidate: Reader,
+    baseline: Reader | None,
+    corpora: Sequence[EncodedCorpus],
+    progress: Callable[[int], None] | None = None,
+) -> QualityReport:
+    """`measure_quality` of one model of any kind; divergence is None where it cannot be had."""
+    if baseline is not None:
+        figures = {
+            encoded.corpus.name: score_tokens(baseline, candidate, encoded.windows, progress)
+            for encoded in corpora
+        }
+        return quality_of(figures)
+    nll: list[Float64] = []
+    rows: list[Quality] = []
+    for encoded in corpora:
+        parts = []
+        for window in encoded.windows:
+            for read in candidate.read(window):
+                parts.append(read.nll)
+                if progress is not None:
+                    progress(len(read.nll))
+        nll.append(np.concatenate(parts))
+        rows.append(_alone(encoded.corpus.name, nll[-1]))
+    return QualityReport(rows, _alone("overall", np.concatenate(nll)))
+
+
+def _alone(name: str, nll: Float64) -> Quality:
+    return Quality(name, perplexity_of(nll), None, None, None, len(nll))
+
+
+def quality_of(figures: Mapping[str, TokenFigures]) -> QualityReport:
+    """The figures of each corpus and of all tokens together."""
+    rows = [_compared(name, figure) for name, figure in figures.items()]
+    return QualityReport(rows, _compared("overall", TokenFigures.joined(list(figures.values()))))
+
+
+def unmeasured(names: Sequence[str]) -> QualityReport:
+    """Corpora that were not read to the end: no figures."""
+    rows = [Quality(name, None, None, None, None, 0) for name in (*names, "overall")]
+    return QualityReport(rows[:-1], rows[-1])
+
+
+def _compared(name: str, figures: TokenFigures) -> Quality:
+    own, base = figures.perplexities
+    return Quality(
+        corpus=name,
+        perplexity=own,
+        baseline_perplexity=base,
+        mean_kl=None if figures.kl is None else float(figures.kl.mean()),
+        top1_agreement=float(figures.agreed.mean()),
+        tokens=len(figures.nll),
     )

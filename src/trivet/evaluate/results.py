@@ -6,6 +6,8 @@ import dataclasses
 import enum
 from typing import Any
 
+UNKNOWN = "unknown"  # a format that a server does not tell
+
 
 class Verdict(enum.StrEnum):
     """What the gate says in the end."""

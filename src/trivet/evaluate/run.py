@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trivet.config import PAGE_TOKENS, ModelConfig
+from trivet.config import PAGE_TOKENS, EndpointConfig, ModelConfig
 from trivet.errors import ConfigError
 from trivet.evaluate import ledger
 from trivet.evaluate.corpora import Corpus, load_corpora
@@ -21,9 +22,11 @@ from trivet.evaluate.quality import (
     QualityReport,
     encode_corpora,
     measure_quality,
+    read_quality,
 )
-from trivet.evaluate.results import Verdict
+from trivet.evaluate.results import Finding, Verdict
 from trivet.evaluate.scoring import Scorer
+from trivet.evaluate.subject import LocalSubject, Subject
 from trivet.loader import LoadedModel, Progress, load_model
 
 if TYPE_CHECKING:  # a plain evaluation loads no checks
@@ -34,9 +37,10 @@ if TYPE_CHECKING:  # a plain evaluation loads no checks
 class Evaluation:
     """What was measured, on what, and the verdict when a gate was asked for.
 
-    weights, kv, baseline_weights, baseline_kv  full forms that ran
+    weights, kv, baseline_weights, baseline_kv  full forms that ran; UNKNOWN where a server tells none
     sources  per corpus: name, where its text came from, sha256 of the text
-    hashes   of the candidate and the baseline: identity of the source, and of what ran (numerics)
+    hashes   of the candidate and the baseline: identity of the source, and of what ran (numerics);
+             behind a URL the address with the model's name, and the fingerprint of the answers
     details  everything the gate found; None without one, or without a baseline to compare with
     interaction  of a combination, see `trivet.evaluate.ledger.interaction`; None for one variable
     """
@@ -53,7 +57,7 @@ class Evaluation:
     max_tokens: int
     sources: list[dict[str, str]]
     gate: GateResult | None
-    hashes: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
+    hashes: dict[str, dict[str, str | None]] = dataclasses.field(default_factory=dict)
     details: GateReport | None = None
     interaction: dict[str, Any] | None = None
 
@@ -87,8 +91,8 @@ def new_scorer(model: LoadedModel, context: int) -> Scorer:
 
 
 def evaluate_model(
-    config: ModelConfig,
-    baseline: ModelConfig | None = None,
+    config: ModelConfig | EndpointConfig,
+    baseline: ModelConfig | EndpointConfig | None = None,
     *,
     corpora: Sequence[str | Path] | None = None,
     max_tokens: int | None = None,
@@ -109,43 +113,49 @@ def evaluate_model(
     progress    called with (tokens scored, all tokens) when there is no gate
     on_check    called with (what a gate is doing, share of the whole)
     ledger_path a gate with a baseline is added to this ledger; None: to none
-    Raises ConfigError, CheckpointError; a baseline with another vocabulary is refused.
+    Both models are on this machine, or both behind URLs (`EndpointConfig`). Behind a URL the whole
+    vocabulary cannot be seen: mean_kl is None, and a gate is undecided at best.
+    Raises ConfigError, CheckpointError, EndpointError; a baseline with another vocabulary is refused.
     """
     options = _gate_options(gate, max_tokens)
+    if baseline is not None and isinstance(config, EndpointConfig) != isinstance(
+        baseline, EndpointConfig
+    ):
+        allowed = "a URL, as the model is" if isinstance(config, EndpointConfig) else "no URL"
+        raise ConfigError(
+            "baseline", baseline.model, f"{allowed}; `trivet serve` makes a URL of one"
+        )
     stride = context if stride is None else stride
     texts = load_corpora(corpora)
-    model = load_model(config, loading)
-    base = None
-    if baseline is not None:
-        base = model if baseline == config else load_model(baseline, loading)
-        if base.runner.vocab_size != model.runner.vocab_size:
-            raise ConfigError(
-                "baseline",
-                baseline.model,
-                f"a model with the same vocabulary of {model.runner.vocab_size} tokens",
-            )
-    details = None
-    if options is not None and base is not None:
-        details = _gate(model, base, texts, options, context, stride, on_check)
-    if details is not None:
-        max_tokens = details.sizes.corpus_tokens
-    elif max_tokens is None:
-        max_tokens = MAX_TOKENS
-    if details is not None and details.quality is not None:
-        report = details.quality
-    else:
-        report = _measure(model, base, texts, max_tokens, context, stride, progress)
+    room = _room(options, context)
+    with contextlib.ExitStack() as stack:
+        model = stack.enter_context(_open(config, loading, room))
+        base = None
+        if baseline is not None:
+            base = model
+            if baseline != config:
+                base = stack.enter_context(_open(baseline, loading, room))
+            _check_comparable(model, base, baseline.model, is_gated=options is not None)
+        details = None
+        if options is not None and base is not None:
+            details = _gate(model, base, texts, options, context, stride, on_check)
+        if details is not None:
+            max_tokens = details.sizes.corpus_tokens
+            report = details.quality
+        else:
+            max_tokens = MAX_TOKENS if max_tokens is None else max_tokens
+            report = _measure(model, base, texts, max_tokens, context, stride, progress)
     result = details.result if details is not None else None
     if options is not None and result is None:
         result = judge_corpora(report)
     evaluation = Evaluation(
         report=report,
         model=config.model,
-        weights=model.weights_form,
-        kv=config.kv.value,
+        weights=model.weights,
+        kv=model.kv,
         baseline=baseline.model if baseline is not None else None,
-        baseline_weights=base.weights_form if base is not None else None,
-        baseline_kv=baseline.kv.value if baseline is not None else None,
+        baseline_weights=base.weights if base is not None else None,
+        baseline_kv=base.kv if base is not None else None,
         context=context,
         stride=stride,
         max_tokens=max_tokens,
@@ -154,7 +164,7 @@ def evaluate_model(
         ],
         gate=result,
         hashes={
-            name: {"identity": one.packed.identity, "numerics_id": one.runner.numerics_id}
+            name: one.hashes
             for name, one in (("model", model), ("baseline", base))
             if one is not None
         },
@@ -162,7 +172,49 @@ def evaluate_model(
     )
     if details is None:
         return evaluation
-    return _with_next_step(evaluation, model, ledger_path)
+    return _with_next_step(evaluation, _quantization(config.model), ledger_path)
+
+
+@contextlib.contextmanager
+def _open(
+    config: ModelConfig | EndpointConfig, loading: Progress | None, room: int
+) -> Iterator[Subject]:
+    """A model, closed at the end. room: tokens that its checks use at once."""
+    if isinstance(config, ModelConfig):
+        yield LocalSubject(load_model(config, loading), room)
+        return
+    from trivet.evaluate.endpoint import EndpointSubject
+
+    endpoint = EndpointSubject(config)
+    try:
+        yield endpoint
+    finally:
+        endpoint.close()
+
+
+def _room(options: GateOptions | None, context: int) -> int:
+    if options is None:
+        return context
+    from trivet.evaluate.gating import SIZES
+
+    sizes = SIZES[options.size]
+    return max(context, sizes.long_tokens, sizes.passkey_tokens + 256)
+
+
+def _check_comparable(model: Subject, base: Subject, name: str, *, is_gated: bool) -> None:
+    """Raises ConfigError: the two cannot read the same tokens. A gate names other tokenizers itself."""
+    if model.loaded is not None and base.loaded is not None:
+        size = model.loaded.runner.vocab_size
+        if base.loaded.runner.vocab_size != size:
+            allowed = f"a model with the same vocabulary of {size} tokens"
+            raise ConfigError("baseline", name, allowed)
+    elif not is_gated:
+        from trivet.evaluate.checks import identity
+
+        found = identity.check(model, base)
+        if found.finding is Finding.REJECT:
+            allowed = f"a model with the same tokenizer (what differs: {found.metrics['differ']})"
+            raise ConfigError("baseline", name, allowed)
 
 
 def evaluate_sensitivity(
@@ -200,22 +252,23 @@ def evaluate_sensitivity(
 
 
 def _with_next_step(
-    evaluation: Evaluation, model: LoadedModel, ledger_path: Path | None
+    evaluation: Evaluation, quantization: dict[str, Any] | None, ledger_path: Path | None
 ) -> Evaluation:
     """Say what to do next, and enter the run into the ledger."""
     details = evaluation.details
     assert details is not None
     assert evaluation.gate is not None
-    identity = evaluation.hashes["model"]["identity"]
+    identity = evaluation.hashes["model"]["identity"] or ""
     known = ledger.read(ledger_path) if ledger_path is not None else []
-    baseline = evaluation.hashes["baseline"]["numerics_id"]
+    hashes = evaluation.hashes["baseline"]
+    baseline = hashes["numerics_id"] or hashes["identity"] or ""
     done = {
         step
         for entry in known
         if entry.baseline == baseline and entry.verdict == Verdict.REJECT
         for step in entry.steps
     }
-    recipe = recipe_of(evaluation.weights, evaluation.kv, _quantization(model))
+    recipe = recipe_of(evaluation.weights, evaluation.kv, quantization)
     verdict = evaluation.gate.verdict
     step, line = next_step(verdict, details.checks, recipe, done)
     result = dataclasses.replace(
@@ -254,10 +307,10 @@ def _with_next_step(
     )
 
 
-def _quantization(model: LoadedModel) -> dict[str, Any] | None:
+def _quantization(model: str) -> dict[str, Any] | None:
     """The quantization.json of a folder that `trivet quantize` wrote, or None."""
     try:
-        text = (Path(model.config.model) / "quantization.json").read_text(encoding="utf-8")
+        text = (Path(model) / "quantization.json").read_text(encoding="utf-8")
         found = json.loads(text)
     except (OSError, ValueError):
         return None
@@ -280,37 +333,32 @@ def _gate_options(gate: str | GateOptions | None, max_tokens: int | None) -> Gat
 
 
 def _gate(
-    model: LoadedModel,
-    base: LoadedModel,
+    model: Subject,
+    base: Subject,
     texts: Sequence[Corpus],
     options: GateOptions,
     context: int,
     stride: int,
     on_check: Callable[[str, float], None] | None,
 ) -> GateReport:
-    from trivet.evaluate.gating import SIZES, run_gate
-    from trivet.evaluate.subject import LocalSubject
+    from trivet.evaluate.gating import run_gate
 
-    sizes = SIZES[options.size]
-    room = max(context, sizes.long_tokens, sizes.passkey_tokens + 256)
-    candidate, baseline = LocalSubject(model, room), LocalSubject(base, room)
-    return run_gate(
-        candidate, baseline, texts, options, context=context, stride=stride, progress=on_check
-    )
+    longest = min(model.max_tokens, base.max_tokens)
+    if context > longest:
+        raise ConfigError("context", context, f"up to {longest}, the model's own")
+    return run_gate(model, base, texts, options, context=context, stride=stride, progress=on_check)
 
 
 def _measure(
-    model: LoadedModel,
-    base: LoadedModel | None,
+    model: Subject,
+    base: Subject | None,
     texts: Sequence[Corpus],
     max_tokens: int,
     context: int,
     stride: int,
     progress: Callable[[int, int], None] | None,
 ) -> QualityReport:
-    encoded = encode_corpora(
-        model.tokenizer, texts, max_tokens=max_tokens, context=context, stride=stride
-    )
+    encoded = encode_corpora(model, texts, max_tokens=max_tokens, context=context, stride=stride)
     total = sum(corpus.num_tokens for corpus in encoded)
     done = 0
 
@@ -320,6 +368,10 @@ def _measure(
         if progress is not None:
             progress(done, total)
 
-    scorer = new_scorer(model, context)
-    base_scorer = new_scorer(base, context) if base is not None else None
+    if model.loaded is None or (base is not None and base.loaded is None):
+        return read_quality(model, base, encoded, advance)
+    scorer = new_scorer(model.loaded, context)
+    base_scorer = None
+    if base is not None and base.loaded is not None:
+        base_scorer = new_scorer(base.loaded, context)
     return measure_quality({"model": scorer}, encoded, base_scorer, advance)["model"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,6 +101,20 @@ class Scorer:
             if len(wanted):
                 yield self._runner.logits()
 
+    def read(self, window: Window) -> Iterator[Rows]:
+        """The scored tokens of a window, CHUNK_ROWS at a time.
+
+        Logits that are no numbers give figures that are none either; nothing is raised.
+        """
+        count = len(window.target_ids)
+        for start, logits in zip(
+            range(0, count, CHUNK_ROWS), self.chunks(window.input_ids, count), strict=True
+        ):
+            targets = np.asarray(window.target_ids[start : start + CHUNK_ROWS], np.int64)
+            with np.errstate(invalid="ignore", over="ignore"):
+                whole = LogSoftmax.of(logits)
+                yield Rows(whole.nll_rows(targets), whole.shifted.argmax(axis=1), whole)
+
 
 @dataclasses.dataclass
 class Tally:
@@ -170,6 +185,27 @@ class LogSoftmax:
         return np.asarray(self.shifted.argmax(axis=1) == other.shifted.argmax(axis=1))
 
 
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """What a model says of tokens that follow each other in a text.
+
+    nll    negative log-probability of each token in nats, float64 [R]
+    best   the most likely token at each place [R]: ids, or names where only those are known
+    whole  log-probabilities of the whole vocabulary; None where a model does not give them
+    """
+
+    nll: Float64
+    best: NDArray[Any]
+    whole: LogSoftmax | None = None
+
+
+class Reader(Protocol):
+    """A model that reads texts: a `Scorer`, or a model behind a URL."""
+
+    def read(self, window: Window) -> Iterator[Rows]:
+        """The scored tokens of a window in order, in runs of CHUNK_ROWS and a rest."""
+
+
 def score_windows(
     baseline: Scorer | None,
     candidates: Mapping[str, Scorer],
@@ -208,19 +244,34 @@ def score_windows(
 class TokenFigures:
     """Figures of every scored token of a text, in order; all [T].
 
-    nll, baseline_nll  float64, nats      kl  float64, nats      agreed  bool
+    nll, baseline_nll  float64, nats      agreed  bool
+    kl  float64, nats; None where a model does not give the whole vocabulary
     """
 
     nll: Float64
     baseline_nll: Float64
-    kl: Float64
+    kl: Float64 | None
     agreed: NDArray[np.bool_]
 
     @classmethod
     def joined(cls, parts: Sequence[TokenFigures]) -> TokenFigures:
         """The parts one after the other."""
-        fields = [field.name for field in dataclasses.fields(cls)]
-        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in fields))
+        kl = [part.kl for part in parts if part.kl is not None]
+        return cls(
+            np.concatenate([part.nll for part in parts]),
+            np.concatenate([part.baseline_nll for part in parts]),
+            np.concatenate(kl) if len(kl) == len(parts) else None,
+            np.concatenate([part.agreed for part in parts]),
+        )
+
+    def cut(self, start: int, end: int) -> TokenFigures:
+        """Tokens [start, end)."""
+        return TokenFigures(
+            self.nll[start:end],
+            self.baseline_nll[start:end],
+            None if self.kl is None else self.kl[start:end],
+            self.agreed[start:end],
+        )
 
     @property
     def perplexities(self) -> tuple[float | None, float | None]:
@@ -235,36 +286,20 @@ def perplexity_of(nll: Float64) -> float | None:
 
 
 def score_tokens(
-    baseline: Scorer,
-    candidate: Scorer,
+    baseline: Reader,
+    candidate: Reader,
     windows: Sequence[Window],
     progress: Callable[[int], None] | None = None,
 ) -> TokenFigures:
-    """`score_windows` for one candidate, token by token.
-
-    A candidate whose logits are no numbers gets figures that are none either; nothing is raised.
-    """
+    """`score_windows` for one candidate, token by token, for any two readers of the same tokens."""
     parts: list[TokenFigures] = []
     for window in windows:
-        count = len(window.target_ids)
-        walks = zip(
-            baseline.chunks(window.input_ids, count),
-            candidate.chunks(window.input_ids, count),
-            range(0, count, CHUNK_ROWS),
-            strict=True,
-        )
-        for base_logits, own_logits, start in walks:
-            targets = np.asarray(window.target_ids[start : start + CHUNK_ROWS], np.int64)
-            with np.errstate(invalid="ignore", over="ignore"):
-                base, own = LogSoftmax.of(base_logits), LogSoftmax.of(own_logits)
-                parts.append(
-                    TokenFigures(
-                        own.nll_rows(targets),
-                        base.nll_rows(targets),
-                        base.kl_rows(own),
-                        base.agreement_rows(own),
-                    )
-                )
+        for base, own in zip(baseline.read(window), candidate.read(window), strict=True):
+            kl = None
+            if base.whole is not None and own.whole is not None:
+                with np.errstate(invalid="ignore", over="ignore"):
+                    kl = base.whole.kl_rows(own.whole)
+            parts.append(TokenFigures(own.nll, base.nll, kl, base.best == own.best))
             if progress is not None:
-                progress(len(targets))
+                progress(len(own.nll))
     return TokenFigures.joined(parts)

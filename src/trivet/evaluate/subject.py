@@ -1,24 +1,25 @@
 """A model under test as the checks see it: texts in, log-probabilities and greedy texts out.
 
 `LocalSubject` runs a loaded model in this process; `trivet.evaluate.endpoint` speaks to a server. Both
-read the same prompts, so a check is written once. Scores of one text do not depend on what is scored
+are a `Subject`, so a check is written once. Scores of one text do not depend on what is scored
 with it (invariant I1), which is why contexts shared by several continuations are computed once.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trivet.config import PAGE_TOKENS, EngineConfig
 from trivet.errors import ConfigError, EngineError, RequestError
-from trivet.evaluate.scoring import LogSoftmax, Scorer
+from trivet.evaluate.scoring import LogSoftmax, Rows, Scorer, Window
 from trivet.loader import LoadedModel
 from trivet.native.api import Arena, StepInput
 from trivet.request import (
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 _MAX_ROWS = 256  # rows of one forward call of scoring
 _BATCH_ROWS = 2048  # rows laid out in pages before they are run
 _MAX_SEQS = 16  # prompts generated for at once
-_CHAT_TURN = "User: {}\nAssistant:"  # a chat for models without a template, and for endpoints
+_CHAT_TURN = "User: {}\nAssistant:"  # a chat for models without a template
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,28 +66,74 @@ class Score:
 
 @dataclasses.dataclass(frozen=True)
 class Generated:
-    """A greedy text. ``token_ids`` is None where only the text is known."""
+    """A greedy text with its tokens: ids, or names where only those are known."""
 
     text: str
-    token_ids: list[int] | None
+    tokens: Sequence[int | str]
     is_complete: bool  # ended by a stop token or string, not by its length
 
 
-class Subject(Protocol):
-    """What checks of items need of a model."""
+class Subject(abc.ABC):
+    """What the checks need of a model, wherever it runs.
+
+    `LocalSubject` is a model in this process, `trivet.evaluate.endpoint.EndpointSubject` one behind a
+    URL. What the second cannot give is None here, and the check that needs it is named as not run.
+    """
 
     @property
+    @abc.abstractmethod
     def max_tokens(self) -> int:
         """Longest prompt and answer together."""
 
-    def count_tokens(self, text: str) -> int:
-        """Tokens of a plain text, or a close estimate."""
+    @property
+    def loaded(self) -> LoadedModel | None:
+        """The model with its files; None behind a URL."""
+        return None
 
+    @property
+    @abc.abstractmethod
+    def weights(self) -> str:
+        """Full form of the weights that run; UNKNOWN where a server does not tell."""
+
+    @property
+    @abc.abstractmethod
+    def kv(self) -> str:
+        """Format of the KV pages; UNKNOWN where a server does not tell."""
+
+    @property
+    @abc.abstractmethod
+    def hashes(self) -> dict[str, str | None]:
+        """``identity`` of the source and ``numerics_id`` of what runs, as far as they are known."""
+
+    @property
+    @abc.abstractmethod
+    def end_tokens(self) -> list[int] | list[str] | None:
+        """The tokens that end a text, in order; None: not known."""
+
+    @property
+    @abc.abstractmethod
+    def context(self) -> int | None:
+        """Positions the model was made for, whatever is served of them; None: not known."""
+
+    @abc.abstractmethod
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a plain text."""
+
+    @abc.abstractmethod
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int] | None:
+        """Token ids of a chat as the template renders it; None: there is none, or it refuses."""
+
+    @abc.abstractmethod
+    def read(self, window: Window) -> Iterator[Rows]:
+        """As `trivet.evaluate.scoring.Reader` says. Raises ConfigError: a window above max_tokens."""
+
+    @abc.abstractmethod
     def score(
         self, items: Sequence[Sequence[tuple[Prompt, str]]], advance: Callable[[int], None]
     ) -> list[list[Score]]:
         """Scores of the continuations of each item. advance: told how many items are done."""
 
+    @abc.abstractmethod
     def generate(
         self,
         prompts: Sequence[Prompt],
@@ -95,6 +142,34 @@ class Subject(Protocol):
         advance: Callable[[int], None],
     ) -> list[Generated]:
         """The greedy text after each prompt, cut before the first stop string."""
+
+    def encode_prompt(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt as it would be served: template and special tokens included."""
+        rendered = self._encode_rendered(prompt)
+        return self.encode(prompt.plain) if rendered is None else rendered
+
+    def _encode_rendered(self, prompt: Prompt) -> list[int] | None:
+        """Token ids of a chat through the template; None for plain text, or without a template."""
+        if not prompt.is_chat:
+            return None
+        return self.encode_chat([{"role": "user", "content": prompt.text}])
+
+    def encode_pair(self, prompt: Prompt, continuation: str) -> tuple[list[int], list[int]]:
+        """Ids of a prompt and of what follows; a plain one is encoded as one text, so that tokens at
+        the border are as in a text. Raises ConfigError: one is empty, or they are too long.
+        """
+        rendered = self._encode_rendered(prompt)
+        head = self.encode(prompt.plain) if rendered is None else rendered
+        tail: list[int] = []
+        if rendered is None:
+            whole = self.encode(prompt.plain + continuation)
+            if whole[: len(head)] == head:
+                tail = whole[len(head) :]
+        tail = tail or self.encode(continuation, add_special_tokens=False)
+        if not head or not tail or len(head) + len(tail) > self.max_tokens:
+            allowed = f"a prompt and an answer, up to {self.max_tokens} tokens together"
+            raise ConfigError("tasks", f"{prompt.text[:40]}...", allowed)
+        return head, tail
 
 
 _Entry = tuple[float, bool]  # log-probability of a token, and whether it is the most likely
@@ -128,7 +203,7 @@ class _Rows:
     firsts: list[int] | None = None
 
 
-class LocalSubject:
+class LocalSubject(Subject):
     """A loaded model. Arenas and an engine of its own are made when first needed.
 
     max_tokens  bounds prompt and answer together and with them the memory for KV
@@ -161,22 +236,50 @@ class LocalSubject:
     def max_tokens(self) -> int:
         return self._max_tokens
 
-    def count_tokens(self, text: str) -> int:
-        return len(self.model.tokenizer.encode(text))
+    @property
+    def loaded(self) -> LoadedModel:
+        return self.model
 
-    def scorer(self, context: int) -> Scorer:
-        """A reader of windows of up to ``context`` tokens, over the scoring arena."""
-        if context > self._max_tokens:
-            raise ConfigError("context", context, f"up to {self._max_tokens}")
-        return Scorer(self.model.runner, self._arena)
+    @property
+    def weights(self) -> str:
+        return self.model.weights_form
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt as it would be served: template and special tokens included."""
+    @property
+    def kv(self) -> str:
+        return self.model.config.kv.value
+
+    @property
+    def hashes(self) -> dict[str, str | None]:
+        return {
+            "identity": self.model.packed.identity,
+            "numerics_id": self.model.runner.numerics_id,
+        }
+
+    @property
+    def end_tokens(self) -> list[int]:
+        return sorted(self.model.runner.eos_ids)
+
+    @property
+    def context(self) -> int:
+        return self.model.runner.max_positions
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self.model.tokenizer.encode(text, add_special_tokens)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int] | None:
         tokenizer = self.model.tokenizer
-        if prompt.is_chat and tokenizer.chat_template is not None:
-            rendered = tokenizer.apply_chat_template([{"role": "user", "content": prompt.text}])
-            return tokenizer.encode(rendered, add_special_tokens=False)
-        return tokenizer.encode(prompt.plain)
+        if tokenizer.chat_template is None:
+            return None
+        try:
+            rendered = tokenizer.apply_chat_template(messages)
+        except RequestError:
+            return None
+        return tokenizer.encode(rendered, add_special_tokens=False)
+
+    def read(self, window: Window) -> Iterator[Rows]:
+        if len(window.input_ids) > self._max_tokens:
+            raise ConfigError("context", len(window.input_ids), f"up to {self._max_tokens}")
+        return Scorer(self.model.runner, self._arena).read(window)
 
     # -- scoring ------------------------------------------------------------------------------
 
@@ -194,7 +297,7 @@ class LocalSubject:
             places.append([])
             start = len(groups)
             for prompt, continuation in item:
-                head, tail = self._encoded(prompt, continuation)
+                head, tail = self.encode_pair(prompt, continuation)
                 same = [n for n in range(start, len(groups)) if groups[n].head == head]
                 if not same:
                     groups.append(_Group(head, []))
@@ -211,20 +314,6 @@ class LocalSubject:
             found += self._score_batch(batch, table)
             advance(round(len(batch) * len(items) / len(groups)))
         return [[found[number][tail] for number, tail in item] for item in places]
-
-    def _encoded(self, prompt: Prompt, continuation: str) -> tuple[list[int], list[int]]:
-        """Encode as one text where it is plain, so that tokens at the border are as in a text."""
-        head = self.encode(prompt)
-        tokenizer = self.model.tokenizer
-        tail = tokenizer.encode(continuation, add_special_tokens=False)
-        if not prompt.is_chat or tokenizer.chat_template is None:
-            whole = tokenizer.encode(prompt.plain + continuation)
-            if whole[: len(head)] == head and len(whole) > len(head):
-                tail = whole[len(head) :]
-        if not head or not tail or len(head) + len(tail) > self._max_tokens:
-            allowed = f"a prompt and an answer, up to {self._max_tokens} tokens together"
-            raise ConfigError("tasks", f"{prompt.text[:40]}...", allowed)
-        return head, tail
 
     def _batches(self, groups: list[_Group], common: int) -> Iterator[list[_Group]]:
         """Groups whose pages fit together."""
@@ -352,7 +441,7 @@ class LocalSubject:
         ends = set(self.model.runner.eos_ids)
         streams: dict[str, _Growing] = {}
         for prompt in prompts:
-            ids = self.encode(prompt)
+            ids = self.encode_prompt(prompt)
             request_id = f"gate-{next(self._request_ids)}"
             stream = TextStream(self.model.tokenizer.detokenizer(), stops, ends)
             streams[request_id] = _Growing(stream)

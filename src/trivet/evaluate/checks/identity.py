@@ -1,7 +1,7 @@
 """Is it the same tokenizer, template and set of special tokens as the baseline's?
 
 A wrong pre-tokenizer, a lost BOS or another chat template ruins answers while the weights are perfect.
-Both models are asked for the token ids of the same texts and a rendered chat; any difference rejects.
+Both models are asked for the token ids of the same texts and rendered chats; any difference rejects.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from trivet.errors import RequestError
 from trivet.evaluate.results import CheckResult, Finding, Kind
-from trivet.evaluate.subject import LocalSubject
+from trivet.evaluate.subject import Subject
 
 _TEXTS = (
     "",
@@ -31,32 +30,28 @@ _CHATS: tuple[list[dict[str, str]], ...] = (
 )  # fmt: skip
 
 
-def describe(subject: LocalSubject) -> dict[str, Any]:
-    """What a model makes of the probes; equal for equal tokenizers."""
-    tokenizer = subject.model.tokenizer
-    chats: list[str | None] = []
-    for messages in _CHATS:
-        try:
-            chats.append(tokenizer.apply_chat_template(messages))
-        except RequestError as error:
-            chats.append(f"refused: {error}")
+def describe(subject: Subject) -> dict[str, Any]:
+    """What a model makes of the probes; equal for equal tokenizers. None: it does not say."""
+    chats = [subject.encode_chat(messages) for messages in _CHATS]
     return {
-        "token ids of texts": [tokenizer.encode(text) for text in _TEXTS],
+        "token ids of texts": [subject.encode(text) for text in _TEXTS],
         "token ids without special tokens": [
-            tokenizer.encode(text, add_special_tokens=False) for text in _TEXTS
+            subject.encode(text, add_special_tokens=False) for text in _TEXTS
         ],
-        "rendered chats": chats,
-        "end tokens": sorted(subject.model.runner.eos_ids),
-        "context": subject.model.runner.max_positions,
+        "token ids of chats": chats,
+        "end tokens": subject.end_tokens,
+        "context": subject.context,
     }
 
 
-def check(candidate: LocalSubject, baseline: LocalSubject) -> CheckResult:
+def check(candidate: Subject, baseline: Subject) -> CheckResult:
     """Compare all probes."""
     own, base = describe(candidate), describe(baseline)
-    differ = [name for name in base if own[name] != base[name]]
+    unknown = [name for name in base if own[name] is None or base[name] is None]
+    differ = [name for name in base if name not in unknown and own[name] != base[name]]
     metrics = {
         "differ": differ,
+        "not_compared": unknown,
         "sha256": hashlib.sha256(repr(own).encode()).hexdigest(),
         "baseline_sha256": hashlib.sha256(repr(base).encode()).hexdigest(),
     }
@@ -64,4 +59,6 @@ def check(candidate: LocalSubject, baseline: LocalSubject) -> CheckResult:
         reason = f"not as the baseline's: {', '.join(differ)}"
         return CheckResult("identity", "identity", Kind.MODEL, Finding.REJECT, reason, metrics)
     reason = "tokenizer, template and special tokens are the baseline's"
+    if unknown:
+        reason += f"; not known of a model behind a URL: {', '.join(unknown)}"
     return CheckResult("identity", "identity", Kind.MODEL, Finding.PASS, reason, metrics)

@@ -23,7 +23,7 @@ _COLOURS = ("red", "blue", "green", "white", "black", "yellow", "brown", "grey")
 def make_task(subject: Subject, num_prompts: int, num_tokens: int, seed: int) -> Task:
     """Prompts of about ``num_tokens`` tokens; the number stands at evenly spread depths."""
     rng = random.Random(f"{seed} passkey")
-    line_tokens = max(1, subject.count_tokens(_line(rng) * 8) // 8)
+    line_tokens = max(1, len(subject.encode(_line(rng) * 8)) // 8)
     num_lines = max(2, (num_tokens - 60) // line_tokens)
     items = []
     for number in range(num_prompts):

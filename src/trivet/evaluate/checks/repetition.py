@@ -18,9 +18,9 @@ _GRAM = 4
 
 
 def repeated_share(text: Generated) -> float:
-    """Share of a text's 4-grams (of tokens, or of words where tokens are unknown) that came before."""
-    units: Sequence[int | str] = text.text.split() if text.token_ids is None else text.token_ids
-    grams = [tuple(units[at : at + _GRAM]) for at in range(len(units) - _GRAM + 1)]
+    """Share of a text's 4-grams of tokens that came before."""
+    tokens = text.tokens
+    grams = [tuple(tokens[at : at + _GRAM]) for at in range(len(tokens) - _GRAM + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 

@@ -39,17 +39,13 @@ def compare(
 
 
 def pair(prompt: Prompt, base: Generated, own: Generated) -> dict[str, Any]:
-    """Both texts of one prompt; ``first_difference`` counts tokens, or words where tokens are unknown.
+    """Both texts of one prompt; ``first_difference`` counts tokens.
 
     ``common`` is the text both begin with, for showing where they part.
     """
-    units = [
-        list(text.text.split()) if text.token_ids is None else list(text.token_ids)
-        for text in (base, own)
-    ]
-    shorter = min(len(unit) for unit in units)
-    first = next((at for at in range(shorter) if units[0][at] != units[1][at]), shorter)
-    identical = units[0] == units[1]
+    shorter = min(len(base.tokens), len(own.tokens))
+    first = next((at for at in range(shorter) if base.tokens[at] != own.tokens[at]), shorter)
+    identical = list(base.tokens) == list(own.tokens)
     shared = min(len(base.text), len(own.text))
     split = next((at for at in range(shared) if base.text[at] != own.text[at]), shared)
     return {
