@@ -20,6 +20,7 @@
 #include "core/fp_state.h"
 #include "core/thread_pool.h"
 #include "kernels/math/math.h"
+#include "kernels/quantize/kv_codes.h"
 #include "kernels/stream/stream.h"
 
 namespace nb = nanobind;
@@ -99,33 +100,74 @@ void silu_mul(const std::string& level, const Array<const float, 1>& gate,
 }
 
 KvKind kv_kind(int kind) {
-    require(kind == 0 || kind == 1, "the KV format is not known");
+    require(is_kv_kind(kind), "the KV format is not known");
     return static_cast<KvKind>(kind);
 }
 
 void store_token(int kind, const Array<const uint8_t, 1>& k, float k_scale,
                  const Array<const uint8_t, 1>& v, float v_scale, int32_t slot,
-                 const Array<uint8_t, 1>& page) {
-    const bool is_bf16 = kv_kind(kind) == KvKind::kBf16;
+                 bool is_first_token, const Array<uint8_t, 1>& page) {
+    const KvKind page_kind = kv_kind(kind), codes = code_kind(page_kind);
+    const bool is_first = slot == 0 && is_first_token && keeps_first(page_kind);
+    const bool is_bf16 = codes == KvKind::kBf16 || is_first;
     const int32_t dim = static_cast<int32_t>(k.size()) / (is_bf16 ? 2 : 1);
     require(dim > 0 && dim % 2 == 0 && v.size() == k.size(), "k and v are one head");
     require(slot >= 0 && slot < kPageTokens, "slot lies in the page");
     require(static_cast<int64_t>(page.size()) == page_block(kv_kind(kind), dim).bytes,
             "page is one page block");
-    if (is_bf16) {
-        store_token_bf16(reinterpret_cast<const uint16_t*>(k.data()),
-                         reinterpret_cast<const uint16_t*>(v.data()), dim, slot, page.data());
-    } else {
-        store_token_int8(reinterpret_cast<const int8_t*>(k.data()), k_scale,
+    const auto* wide_k = reinterpret_cast<const uint16_t*>(k.data());
+    const auto* wide_v = reinterpret_cast<const uint16_t*>(v.data());
+    if (is_first) {
+        store_first_token(page_kind, wide_k, wide_v, dim, page.data());
+    } else if (is_bf16) {
+        store_token_bf16(wide_k, wide_v, dim, slot, page.data());
+    } else if (codes == KvKind::kInt4) {
+        store_token_int4(page_kind, reinterpret_cast<const int8_t*>(k.data()), k_scale,
                          reinterpret_cast<const int8_t*>(v.data()), v_scale, dim, slot,
                          page.data());
+    } else {
+        store_token_bytes(page_kind, k.data(), k_scale, v.data(), v_scale, dim, slot, page.data());
+    }
+}
+
+void rotate(const std::string& level, const Array<const float, 2>& x, int32_t hadamard,
+            const Array<float, 2>& out) {
+    const auto k = static_cast<int32_t>(x.shape(1));
+    require(out.shape(0) == x.shape(0) && out.shape(1) == x.shape(1), "out is like x");
+    require(hadamard >= 1 && hadamard <= 64 && k % hadamard == 0 && !(hadamard & (hadamard - 1)),
+            "hadamard is a power of two up to 64 that divides k");
+    const Kernels kernels = kernels_for(parse_level(level));
+    const FpState fp_state;
+    for (size_t row = 0; row < x.shape(0); ++row) {
+        kernels.quantize->rotate(x.data() + row * x.shape(1), k, hadamard,
+                                 out.data() + row * x.shape(1));
+    }
+}
+
+void kv_codes(int kind, const Array<const float, 2>& x, const Array<uint8_t, 2>& codes,
+              const Array<float, 1>& scales) {
+    const KvKind code = kv_kind(kind);
+    const size_t count = x.shape(1);
+    require(code == KvKind::kFp8 || code == KvKind::kInt4, "codes are e4m3 or of 4 bits");
+    require(codes.shape(0) == x.shape(0) && codes.shape(1) == count, "codes are like x");
+    require(scales.size() == x.shape(0), "one scale a row");
+    const FpState fp_state;
+    for (size_t row = 0; row < x.shape(0); ++row) {
+        const float* values = x.data() + row * count;
+        uint8_t* out = codes.data() + row * count;
+        if (code == KvKind::kFp8) {
+            to_fp8(values, static_cast<int32_t>(count), out, scales.data() + row);
+        } else {
+            to_int4(values, static_cast<int32_t>(count), reinterpret_cast<int8_t*>(out),
+                    scales.data() + row);
+        }
     }
 }
 
 void attention_span(const std::string& level, int kind, const Array<const uint16_t, 2>& q,
                     int32_t group, const Array<const int32_t, 1>& valid,
-                    const Array<const uint8_t, 2>& pages, float sm_scale, const Array<float, 1>& m,
-                    const Array<float, 1>& l, const Array<float, 2>& o) {
+                    const Array<const uint8_t, 2>& pages, bool is_first, float sm_scale,
+                    const Array<float, 1>& m, const Array<float, 1>& l, const Array<float, 2>& o) {
     const auto num_q = static_cast<int32_t>(q.shape(0)), dim = static_cast<int32_t>(q.shape(1));
     const auto rows = static_cast<int32_t>(valid.size());
     require(dim > 0 && dim % 2 == 0 && rows > 0 && group > 0 && num_q == rows * group,
@@ -152,9 +194,9 @@ void attention_span(const std::string& level, int kind, const Array<const uint16
     }
     Buffer<float> scratch;
     scratch.reserve(span_scratch_floats(num_q, dim));
-    const SpanTask task = {q.data(),   rows,     group,         dim,      valid.data(),
-                           span_pages, nullptr,  kv_kind(kind), sm_scale, scratch.data(),
-                           m.data(),   l.data(), o.data()};
+    const SpanTask task = {q.data(),       rows,     group,         dim,      valid.data(),
+                           span_pages,     nullptr,  kv_kind(kind), is_first, sm_scale,
+                           scratch.data(), m.data(), l.data(),      o.data()};
     const Kernels kernels = kernels_for(parse_level(level));
     const FpState fp_state;
     kernels.attention->span(task);
@@ -233,10 +275,15 @@ void bind_kernels(nb::module_& m) {
     m.def("kernel_silu_mul", silu_mul, "level"_a, "gate"_a, "up"_a, "out"_a,
           "silu(gate) * up into out.");
     m.def("kernel_store_token", store_token, "kind"_a, "k"_a, "k_scale"_a, "v"_a, "v_scale"_a,
-          "slot"_a, "page"_a, "One token's K and V, passed as bytes, into a slot of a page block.");
+          "slot"_a, "is_first"_a, "page"_a,
+          "One token's K and V, passed as bytes, into a slot of a page block. is_first: at position 0.");
     m.def("kernel_attention_span", attention_span, "level"_a, "kind"_a, "q"_a, "group"_a, "valid"_a,
-          "pages"_a, "sm_scale"_a, "m"_a, "l"_a, "o"_a,
+          "pages"_a, "is_first"_a, "sm_scale"_a, "m"_a, "l"_a, "o"_a,
           "One span of attention over page blocks; writes m, l and o.");
+    m.def("kernel_rotate", rotate, "level"_a, "x"_a, "hadamard"_a, "out"_a,
+          "Rows of x through the block Hadamard into out.");
+    m.def("kernel_kv_codes", kv_codes, "kind"_a, "x"_a, "codes"_a, "scales"_a,
+          "Rows of x as e4m3 or 4-bit codes of a KV page, one scale each.");
     m.def("kernel_attention_merge", attention_merge, "level"_a, "m2"_a, "l2"_a, "o2"_a, "m"_a,
           "l"_a, "o"_a, "Takes a later span into m, l and o.");
     m.def("kernel_attention_finish", attention_finish, "level"_a, "l"_a, "o"_a, "out"_a,

@@ -132,7 +132,10 @@ void make_model(Model* self, const nb::typed<nb::dict, nb::str, nb::object>& spe
     w.vocab = positive(spec["vocab_size"], "vocab_size");
     w.max_positions = positive(spec["max_positions"], "max_positions");
     w.norm_eps = nb::cast<float>(spec["norm_eps"]);
-    w.kv = static_cast<KvKind>(enumerator(spec["kv"], 2, "KV format"));
+    w.kv = static_cast<KvKind>(enumerator(spec["kv"], 8, "KV format"));
+    if (!is_kv_kind(static_cast<int32_t>(w.kv))) {
+        throw std::invalid_argument("model: KV format is not known");
+    }
     const int64_t table = int64_t{w.max_positions} * (w.head_dim / 2);
     w.cos = reader.at<float>(spec["rope_cos"], table, "rope table cos");
     w.sin = reader.at<float>(spec["rope_sin"], table, "rope table sin");

@@ -49,7 +49,7 @@ void check(const ArenaGeometry& g) {
     require(g.num_kv_heads >= 1 && g.num_kv_heads <= 65536, "num_kv_heads must be 1 to 65536");
     require(g.head_dim >= 2 && g.head_dim <= 4096 && g.head_dim % 2 == 0,
             "head_dim must be even, 2 to 4096");
-    require(g.kind == KvKind::kBf16 || g.kind == KvKind::kInt8, "the KV format is not known");
+    require(is_kv_kind(static_cast<int32_t>(g.kind)), "the KV format is not known");
     require(g.num_pages >= 1, "num_pages must be at least 1");
     require(g.num_workers >= 1 && g.num_workers <= 4096, "num_workers must be 1 to 4096");
     const double bytes = static_cast<double>(g.num_layers) * g.num_kv_heads * g.num_pages *

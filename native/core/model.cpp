@@ -9,6 +9,7 @@
 
 #include "core/fp_state.h"
 #include "kernels/embedding/embedding.h"
+#include "kernels/quantize/kv_codes.h"
 
 namespace trivet {
 namespace {
@@ -72,7 +73,7 @@ Model::Model(ModelWeights weights, Level level, int num_threads)
         scratch.rotated.reserve(round_up(max_width_, 64));
         reserve_prepared(scratch.prepared, kSharedRows);
         scratch.q.reserve(int64_t{tile} * w.head_dim);
-        scratch.head.reserve(int64_t{2} * round_up(w.head_dim, 64));
+        scratch.head.reserve(int64_t{3} * round_up(w.head_dim, 64));
         scratch.codes.reserve(int64_t{2} * round_up(w.head_dim, 64) * 2);
         scratch.span.reserve(span_scratch_floats(tile, w.head_dim));
         scratch.partial.reserve(int64_t{2} * tile * (w.head_dim + 2));
@@ -486,9 +487,18 @@ void Model::rotate_q(int32_t row, int32_t position, int32_t head, int32_t num_he
         kernels_.rope->rotate(q + i * dim, cos, sin, half, scratch.head.data());
         // The quantizer writes whole multiples of 64.
         uint16_t* codes = reinterpret_cast<uint16_t*>(scratch.codes.data());
-        kernels_.quantize->to_bf16(scratch.head.data(), dim, round_up(dim, 64), codes);
+        kernels_.quantize->to_bf16(block_rotated(scratch), dim, round_up(dim, 64), codes);
         std::memcpy(out + i * dim, codes, sizeof(uint16_t) * static_cast<size_t>(dim));
     }
+}
+
+const float* Model::block_rotated(Scratch& scratch) const {
+    float* head = scratch.head.data();
+    if (!rotates_k(weights_.kv)) return head;
+    const int32_t dim = weights_.head_dim;
+    float* out = head + 2 * round_up(dim, 64);
+    kernels_.quantize->rotate(head, dim, hadamard_width(dim), out);
+    return out;
 }
 
 void Model::store_kv(const Step& step, Arena& arena, int32_t layer, int32_t row, int32_t position,
@@ -504,20 +514,37 @@ void Model::store_kv(const Step& step, Arena& arena, int32_t layer, int32_t row,
     const int32_t* pages = step.page_tables + static_cast<int64_t>(table) * step.table_pages;
     uint8_t* page = arena.block(layer, kv_head, pages[position / kPageTokens]);
     const int32_t slot = position % kPageTokens;
-    if (weights_.kv == KvKind::kBf16) {
+    const float* rotated = block_rotated(scratch);
+    const KvKind kind = weights_.kv, code = code_kind(kind);
+    if (code == KvKind::kBf16 || (position == 0 && keeps_first(kind))) {
         uint16_t* codes = reinterpret_cast<uint16_t*>(scratch.codes.data());
-        kernels_.quantize->to_bf16(scratch.head.data(), dim, padded, codes);
+        kernels_.quantize->to_bf16(rotated, dim, padded, codes);
         kernels_.quantize->to_bf16(v, dim, padded, codes + padded);
-        store_token_bf16(codes, codes + padded, dim, slot, page);
+        if (code == KvKind::kBf16) {
+            store_token_bf16(codes, codes + padded, dim, slot, page);
+        } else {
+            store_first_token(kind, codes, codes + padded, dim, page);
+        }
         return;
     }
-    int8_t* codes = scratch.codes.data();
+    int8_t *k_codes = scratch.codes.data(), *v_codes = k_codes + padded;
+    auto *k_bytes = reinterpret_cast<uint8_t*>(k_codes), *v_bytes = k_bytes + padded;
     float k_scale, v_scale;
-    int32_t sum;
-    kernels_.quantize->to_int8_group(scratch.head.data(), dim, padded, padded, codes, &k_scale,
-                                     &sum);
-    kernels_.quantize->to_int8_group(v, dim, padded, padded, codes + padded, &v_scale, &sum);
-    store_token_int8(codes, k_scale, codes + padded, v_scale, dim, slot, page);
+    if (code == KvKind::kInt4) {
+        to_int4(rotated, dim, k_codes, &k_scale);
+        to_int4(v, dim, v_codes, &v_scale);
+        store_token_int4(kind, k_codes, k_scale, v_codes, v_scale, dim, slot, page);
+        return;
+    }
+    if (code == KvKind::kFp8) {
+        to_fp8(rotated, dim, k_bytes, &k_scale);
+        to_fp8(v, dim, v_bytes, &v_scale);
+    } else {
+        int32_t sum;
+        kernels_.quantize->to_int8_group(rotated, dim, padded, padded, k_codes, &k_scale, &sum);
+        kernels_.quantize->to_int8_group(v, dim, padded, padded, v_codes, &v_scale, &sum);
+    }
+    store_token_bytes(kind, k_bytes, k_scale, v_bytes, v_scale, dim, slot, page);
 }
 
 void Model::run_attention(const Step& step, Arena& arena, int32_t layer) {
@@ -617,6 +644,7 @@ void Model::attend(const Step& step, Arena& arena, int32_t layer, const Item& it
                                span_pages,
                                next,
                                weights_.kv,
+                               span == 0,
                                sm_scale_,
                                scratch.span.data(),
                                result + first,

@@ -160,7 +160,7 @@ class Model {
         Prepared prepared;      // inputs of up to kSharedRows rows
         uint64_t prepared_for = 0;
         Buffer<uint16_t> q;     // query tile
-        Buffer<float> head;     // one rotated head, one copied head
+        Buffer<float> head;     // a head after rope, a copied head, the first one block-rotated
         Buffer<int8_t> codes;   // one token's K and V codes
         Buffer<float> span;     // scratch of the span kernel
         Buffer<float> partial;  // m, l, o of a span and of the spans before it
@@ -200,6 +200,8 @@ class Model {
                   int32_t table, int32_t kv_head, Scratch& scratch);
     void rotate_q(int32_t row, int32_t position, int32_t head, int32_t num_heads, uint16_t* out,
                   Scratch& scratch);
+    // The head after rope, rotated by the block Hadamard where the KV format asks for it.
+    const float* block_rotated(Scratch& scratch) const;
     void attend(const Step& step, Arena& arena, int32_t layer, const Item& item, Scratch& scratch);
 
     static constexpr int32_t kSharedRows =

@@ -77,10 +77,37 @@ class WeightFormat:
 
 
 class KVFormat(enum.StrEnum):
-    """Format of the KV pages. int8 has one fp32 scale per token and head for K and for V."""
+    """Format of the KV pages. All but bf16 have one fp32 scale per token and head for K and for V.
+
+    fp8 is e4m3. int4 rotates K (and the query) by a block Hadamard. ``+first`` keeps the first token of
+    a request, on which attention leans most, in bf16.
+    """
 
     BF16 = "bf16"
     INT8 = "int8"
+    FP8 = "fp8"
+    INT4 = "int4"
+    INT8_FIRST = "int8+first"
+    FP8_FIRST = "fp8+first"
+    INT4_FIRST = "int4+first"
+
+    @property
+    def codes(self) -> str:
+        """``bf16``, ``int8``, ``fp8`` or ``int4``."""
+        return self.value.removesuffix("+first")
+
+    @property
+    def code_bits(self) -> int:
+        return {"bf16": 16, "int8": 8, "fp8": 8, "int4": 4}[self.codes]
+
+    @property
+    def keeps_first(self) -> bool:
+        """Whether the first token stays in bf16 beside its page."""
+        return self.value.endswith("+first")
+
+    @property
+    def rotates_k(self) -> bool:
+        return self.codes == "int4"
 
     @classmethod
     def parse(cls, name: str) -> KVFormat:

@@ -201,7 +201,7 @@ class LLM:
 
     model               folder in Hugging Face layout, .gguf file, hub id, or ``demo``
     weights             a weight format, or ``auto``: the file's own grid
-    kv                  ``bf16`` or ``int8``
+    kv                  ``bf16``, ``int8``, ``fp8``, ``int4``; all but bf16 also with ``+first``
     threads             None: the cgroup's quota and the affinity mask
     max_model_len       tokens of one request; None: the model's own context
     max_num_seqs, max_step_tokens, max_prefill_chunk   see `trivet.config.EngineConfig`; a

@@ -16,7 +16,15 @@ from trivet.config import KVFormat
 from trivet.native import _core, reference
 from trivet.native.arena import KV_VALUES, page_block_bytes
 from trivet.native.reference import KVRows, SpanResult
-from trivet.native.reference_linear import div32, from_bf16, to_bf16
+from trivet.native.reference_linear import (
+    div32,
+    from_bf16,
+    quantize_fp8,
+    quantize_int4,
+    rotate32,
+    to_bf16,
+)
+from trivet.native.weights import hadamard_width
 
 PAGE = 32
 
@@ -44,23 +52,49 @@ class Keys:
         pages = np.full((-(-count // PAGE), page_block_bytes(dim, kv)), stale, np.uint8)
         for position in range(count):
             codes = [rows.k[position, 0], rows.v[position, 0]]
-            if kv is KVFormat.BF16:
-                raw = [to_bf16(x).view(np.uint8) for x in codes]
-                scales = [0.0, 0.0]
-            else:
-                assert rows.k_scale is not None
-                assert rows.v_scale is not None
-                raw = [x.astype(np.int8).view(np.uint8) for x in codes]
+            scales = [0.0, 0.0]
+            if rows.k_scale is not None and rows.v_scale is not None:
                 scales = [float(rows.k_scale[position, 0]), float(rows.v_scale[position, 0])]
+            raw = [_code_bytes(x, kv, position) for x in codes]
             page, slot = divmod(position, PAGE)
             _core.kernel_store_token(
-                KV_VALUES[kv], raw[0], scales[0], raw[1], scales[1], slot, pages[page]
+                KV_VALUES[kv],
+                raw[0],
+                scales[0],
+                raw[1],
+                scales[1],
+                slot,
+                position == 0,
+                pages[page],
             )
         return cls(pages, rows)
 
 
+# The values of the e4m3 codes 0..126 (bits 0.0000.000 to 0.1111.110), by the format's definition.
+E4M3 = np.array(
+    [(c & 7) * 2.0**-9 if c < 8 else (8 + (c & 7)) * 2.0 ** ((c >> 3) - 10) for c in range(127)]
+)
+
+
+def _code_bytes(values: NDArray[np.float32], kv: KVFormat, position: int) -> NDArray[np.uint8]:
+    """What a page stores of the values of codes."""
+    if kv is KVFormat.BF16 or (kv.keeps_first and position == 0):
+        return to_bf16(values).view(np.uint8)
+    if kv.codes == "fp8":
+        codes = np.searchsorted(E4M3, np.abs(values))
+        assert (E4M3[codes] == np.abs(values)).all(), "values of e4m3 codes"
+        return (codes | np.signbit(values) << 7).astype(np.uint8)
+    return values.astype(np.int8).view(np.uint8)
+
+
 def _span(
-    level: str, q: NDArray[np.float32], keys: Keys, valid: list[int], kv: KVFormat
+    level: str,
+    q: NDArray[np.float32],
+    keys: Keys,
+    valid: list[int],
+    kv: KVFormat,
+    *,
+    is_first: bool = True,
 ) -> SpanResult:
     """The kernel on query vectors q [R, group, dim]."""
     rows, group, dim = q.shape
@@ -73,6 +107,7 @@ def _span(
         group,
         np.array(valid, np.int32),
         keys.pages,
+        is_first,
         float(np.float32(1 / np.sqrt(np.float64(dim)))),
         m,
         total,
@@ -200,7 +235,98 @@ def test_reference_is_attention() -> None:
 
 
 @pytest.mark.parametrize("kv", list(KVFormat))
-def test_int8_and_bf16_pages_have_the_documented_size(kv: KVFormat) -> None:
+def test_pages_have_the_documented_size(kv: KVFormat) -> None:
     assert page_block_bytes(64, KVFormat.BF16) == 2 * 32 * 64 * 2
     assert page_block_bytes(64, KVFormat.INT8) == 2 * 32 * 64 + 2 * 32 * 4
+    assert page_block_bytes(64, KVFormat.FP8) == page_block_bytes(64, KVFormat.INT8)
+    assert page_block_bytes(64, KVFormat.INT4) == 32 * 64 + 2 * 32 * 4
+    assert page_block_bytes(64, KVFormat.INT4_FIRST) == 32 * 64 + 2 * 32 * 4 + 2 * 64 * 2
     assert page_block_bytes(6, kv) % 64 == 0
+
+
+def _extreme_rows() -> NDArray[np.float32]:
+    """Rows of ordinary values, outliers, ties, zeros, tiny and huge values, infinities and NaN."""
+    rng = np.random.RandomState(5)
+    x = rng.standard_normal((16, 64)).astype(np.float32)
+    x[1, 7], x[2, 9] = 50.0, -50.0
+    x[3] = rng.randint(-900, 901, 64) / 2.0
+    x[3, 0] = 448.0
+    x[4] = rng.randint(-16, 17, 64) / 2.0
+    x[4, :2] = -8.0, 8.0
+    x[5] = 0.0
+    x[6] = -0.0
+    x[7] = x[0] * np.float32(1e-38)
+    x[8] = x[0] * np.float32(1e37)
+    x[9, 3], x[10, 3], x[11, 3], x[12, 3] = np.nan, np.inf, -np.inf, 1e-40
+    x[13] = 448.0 * 2.0 ** -rng.uniform(0, 20, 64)
+    x[14] = np.float32(2.0**-126)
+    return x
+
+
+@pytest.mark.parametrize("kv", [KVFormat.FP8, KVFormat.INT4])
+def test_codes_of_pages_equal_the_reference(kv: KVFormat) -> None:
+    x = _extreme_rows()
+    codes, scales = np.empty(x.shape, np.uint8), np.empty(len(x), np.float32)
+    _core.kernel_kv_codes(KV_VALUES[kv], x, codes, scales)
+    want, want_scales = (quantize_fp8 if kv is KVFormat.FP8 else quantize_int4)(x)
+    assert_bits_equal(scales, want_scales[:, 0])
+    if kv is KVFormat.INT4:
+        assert (codes.view(np.int8) == want).all()
+        assert (want[3:5].min(axis=1) == -8).all()
+    else:
+        assert (codes & 0x7F < 127).all(), "no NaN code"
+        got = np.where(codes >= 128, -E4M3[codes & 0x7F], E4M3[codes & 0x7F])
+        assert_bits_equal(got.astype(np.float32), want)
+
+
+def test_fp8_codes_are_the_nearest() -> None:
+    x = np.random.RandomState(6).standard_normal((50, 64)).astype(np.float32)
+    codes, scales = quantize_fp8(x)
+    grid = np.concatenate([-E4M3[::-1], E4M3])
+    wanted = x.astype(np.float64) / scales
+    error = np.abs(codes - wanted)
+    best = np.abs(wanted[..., None] - grid).min(axis=-1)
+    np.testing.assert_allclose(error, best, atol=2e-4)  # the product with the inverse rounds too
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dim", [2, 4, 6, 8, 20, 64, 128, 192])
+def test_the_block_rotation_equals_the_reference(level: str, dim: int) -> None:
+    x = np.random.RandomState(dim).standard_normal((5, dim)).astype(np.float32)
+    width = hadamard_width(dim)
+    got = np.empty_like(x)
+    _core.kernel_rotate(level, x, width, got)
+    assert_bits_equal(got, rotate32(x, width))
+    again = np.empty_like(x)
+    _core.kernel_rotate(level, got, width, again)
+    np.testing.assert_allclose(again, x, atol=1e-6)
+
+
+def test_rotation_keeps_scores_and_cuts_the_error_of_outliers() -> None:
+    """K with a few large columns, as models have it: rotated, int4 is at least twice as close."""
+    rng = np.random.RandomState(12)
+    k = rng.standard_normal((200, 64)).astype(np.float32)
+    k[:, [3, 35]] *= np.float32(12.0)
+    q = rng.standard_normal((7, 64)).astype(np.float32)
+    turned_k, turned_q = rotate32(k, 64), rotate32(q, 64)
+    np.testing.assert_allclose(turned_q @ turned_k.T, q @ k.T, rtol=1e-3, atol=1e-3)
+
+    def error(rows: NDArray[np.float32]) -> float:
+        codes, scales = quantize_int4(rows)
+        return float(np.linalg.norm(codes * scales - rows))
+
+    assert error(turned_k) < 0.5 * error(k)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kv", [KVFormat.INT8_FIRST, KVFormat.FP8_FIRST, KVFormat.INT4_FIRST])
+def test_only_the_first_span_has_a_first_token(level: str, kv: KVFormat) -> None:
+    """In later spans what lies beside slot 0 means nothing."""
+    dim, valid = 32, [40]
+    keys = Keys.random(valid[-1], dim, KVFormat(kv.codes))
+    wider = np.full((2, page_block_bytes(dim, kv)), 0xFF, np.uint8)
+    wider[:, : keys.pages.shape[1]] = keys.pages
+    q = np.random.RandomState(13).standard_normal((1, 2, dim)).astype(np.float32)
+    want = _span(level, q, keys, valid, KVFormat(kv.codes))
+    got = _span(level, q, Keys(wider, keys.rows), valid, kv, is_first=False)
+    _assert_spans_equal(got, want)

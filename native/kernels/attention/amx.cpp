@@ -25,15 +25,19 @@ struct alignas(64) TileConfig {
     }
 };
 
-void widen_codes(const int8_t* codes, int32_t count, uint16_t* out) {
-    for (int32_t i = 0; i < count; i += 16) {
-        const __m512i wide =
-            _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i)));
-        const __m512i bits = _mm512_castps_si512(_mm512_cvtepi32_ps(wide));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i),
-                            _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
+struct Tiles : Vectors {
+    using Vectors::widen;
+    // count: a multiple of 16.
+    static void widen(const int8_t* codes, int32_t count, uint16_t* out) {
+        for (int32_t i = 0; i < count; i += 16) {
+            const __m512i wide =
+                _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i)));
+            const __m512i bits = _mm512_castps_si512(_mm512_cvtepi32_ps(wide));
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i),
+                                _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
+        }
     }
-}
+};
 
 template <typename T>
 void span_of_tiles(const SpanTask& task) {
@@ -54,7 +58,7 @@ void span_of_tiles(const SpanTask& task) {
     float* o = reinterpret_cast<float*>(q + q_padded * ((dim + 31) / 32 * 32));  // [q_padded][dim]
     float* t = o + q_padded * ((dim + 31) / 32 * 32);                            // [256]
     float* v_scale = t + kSpanTokens;                                            // [256]
-    uint16_t* wide = reinterpret_cast<uint16_t*>(v_scale + kSpanTokens);         // [8][32 * dim]
+    uint16_t* wide = reinterpret_cast<uint16_t*>(v_scale + kSpanTokens);         // [9][32 * dim]
 
     std::memcpy(q, task.q, sizeof(uint16_t) * static_cast<size_t>(num_q) * dim);
     std::memset(q + num_q * dim, 0, sizeof(uint16_t) * static_cast<size_t>(q_padded - num_q) * dim);
@@ -74,16 +78,9 @@ void span_of_tiles(const SpanTask& task) {
     }
     _tile_loadconfig(&config);
 
-    // Codes of one part of a page as bf16; each page has its own place for widened codes.
-    auto codes_of = [&](int32_t p, int64_t offset) {
-        const uint8_t* base = task.pages[p] + offset;
-        if constexpr (kScaled) {
-            uint16_t* codes = wide + p * kPageTokens * dim;
-            widen_codes(reinterpret_cast<const int8_t*>(base), kPageTokens * dim, codes);
-            return static_cast<const uint16_t*>(codes);
-        } else {
-            return reinterpret_cast<const uint16_t*>(base);
-        }
+    // V of a page as bf16; each page has its own place for widened codes.
+    auto values_of = [&](int32_t p) {
+        return bf16_values<Tiles, T>(task, p, wide + p * kPageTokens * dim);
     };
 
     for (int32_t p = 0; p < num_pages; ++p) {
@@ -95,7 +92,7 @@ void span_of_tiles(const SpanTask& task) {
                            block.bytes - block.v};
             while (ahead.bytes > 0) ahead.fetch();
         }
-        const uint16_t* k = codes_of(p, 0);
+        const uint16_t* k = bf16_keys<Tiles, T>(task, p, wide + p * kPageTokens * dim);
         for (int32_t first = 0; first < q_padded; first += 16) {
             float* target = scores + first * kSpanTokens + p * kPageTokens;
             const uint16_t* rows = q + first * dim;
@@ -143,7 +140,7 @@ void span_of_tiles(const SpanTask& task) {
                 sizeof(uint16_t) * static_cast<size_t>(q_padded - num_q) * kSpanTokens);
 
     const uint16_t* v[kSpanPages];
-    for (int32_t p = 0; p < whole_pages; ++p) v[p] = codes_of(p, block.v);
+    for (int32_t p = 0; p < whole_pages; ++p) v[p] = values_of(p);
     for (int32_t first = 0; first < q_padded && whole_pages > 0; first += 16) {
         const uint16_t* p_rows = p_codes + first * kSpanTokens;
         int32_t lane = 0;
@@ -170,17 +167,21 @@ void span_of_tiles(const SpanTask& task) {
     if (whole_pages > 0) {
         std::memcpy(task.o, o, sizeof(float) * static_cast<size_t>(num_q) * dim);
     }
-    last_pages<Vectors>(
-        task, whole_pages, scores, kSpanTokens, reinterpret_cast<T*>(wide),
-        [&](int32_t p) { return reinterpret_cast<const T*>(task.pages[p] + block.v); });
+    last_pages<Vectors>(task, whole_pages, scores, kSpanTokens,
+                        wide + kSpanPages * kPageTokens * dim, values_of);
     Vectors::settle(task.o, num_q * dim);
 }
 
 void span_on_tiles(const SpanTask& task) {
-    if (task.kind == KvKind::kBf16) {
-        span_of_tiles<uint16_t>(task);
-    } else {
-        span_of_tiles<int8_t>(task);
+    switch (code_kind(task.kind)) {
+        case KvKind::kInt8:
+            return span_of_tiles<int8_t>(task);
+        case KvKind::kFp8:
+            return span_of_tiles<Fp8>(task);
+        case KvKind::kInt4:
+            return span_of_tiles<Int4Pair>(task);
+        default:
+            return span_of_tiles<uint16_t>(task);
     }
 }
 

@@ -142,6 +142,90 @@ struct Isa {
         for (; i < count; ++i) wide[i] = widened(codes[i]);
     }
 
+    static void widen(const Fp8* codes, int32_t count, uint16_t* wide) {
+        // Bytes of kSubnormalFp8: the low ones, then the high ones.
+        const __m256i tiny = _mm256_broadcastsi128_si256(
+            _mm_setr_epi8(0, 0, char(0x80), char(0xc0), 0, 0x20, 0x40, 0x60,  //
+                          0, 0x3b, 0x3b, 0x3b, 0x3c, 0x3c, 0x3c, 0x3c));
+        const __m256i ones = _mm256_set1_epi16(0x0101), high = _mm256_set1_epi16(0x0800);
+        int32_t i = 0;
+        for (; i + 16 <= count; i += 16) {
+            const __m256i code = _mm256_cvtepu8_epi16(
+                _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i)));
+            const __m256i magnitude = _mm256_and_si256(code, _mm256_set1_epi16(0x7f));
+            const __m256i normal = _mm256_add_epi16(_mm256_slli_epi16(magnitude, 4),
+                                                    _mm256_set1_epi16(0x3c00));
+            const __m256i small = _mm256_and_si256(magnitude, _mm256_set1_epi16(7));
+            const __m256i index = _mm256_add_epi16(_mm256_mullo_epi16(small, ones), high);
+            const __m256i subnormal = _mm256_shuffle_epi8(tiny, index);
+            const __m256i is_tiny = _mm256_cmpgt_epi16(_mm256_set1_epi16(8), magnitude);
+            const __m256i sign = _mm256_slli_epi16(_mm256_srli_epi16(code, 7), 15);
+            _mm256_storeu_si256(
+                reinterpret_cast<__m256i*>(wide + i),
+                _mm256_or_si256(sign, _mm256_blendv_epi8(normal, subnormal, is_tiny)));
+        }
+        widen_codes(codes + i, count - i, wide + i);
+    }
+
+    // 16 bytes of two 4-bit codes each: bf16 of the codes in the low nibbles, and in the high ones.
+    static void nibbles(const Int4Pair* codes, __m128i (&low)[2], __m128i (&high)[2]) {
+        const __m128i v = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
+        // Bytes of kInt4Bf16.
+        const __m128i tops = _mm_setr_epi8(
+            char(0xc1), char(0xc0), char(0xc0), char(0xc0), char(0xc0), char(0xc0), char(0xc0),
+            char(0xbf), 0, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40);
+        const __m128i ends = _mm_setr_epi8(
+            0, char(0xe0), char(0xc0), char(0xa0), char(0x80), 0x40, 0, char(0x80), 0, char(0x80),
+            0, 0x40, char(0x80), char(0xa0), char(0xc0), char(0xe0));
+        const __m128i mask = _mm_set1_epi8(15);
+        const __m128i a = _mm_and_si128(v, mask), b = _mm_and_si128(_mm_srli_epi16(v, 4), mask);
+        const __m128i a_top = _mm_shuffle_epi8(tops, a), a_end = _mm_shuffle_epi8(ends, a);
+        const __m128i b_top = _mm_shuffle_epi8(tops, b), b_end = _mm_shuffle_epi8(ends, b);
+        low[0] = _mm_unpacklo_epi8(a_end, a_top);
+        low[1] = _mm_unpackhi_epi8(a_end, a_top);
+        high[0] = _mm_unpacklo_epi8(b_end, b_top);
+        high[1] = _mm_unpackhi_epi8(b_end, b_top);
+    }
+
+    static void widen(const Int4Pair* codes, int32_t count, uint16_t* wide) {
+        int32_t i = 0;
+        for (; i + 16 <= count; i += 16) {
+            __m128i low[2], high[2];
+            nibbles(codes + i, low, high);
+            auto* out = reinterpret_cast<__m128i*>(wide + 2 * i);
+            for (int half = 0; half < 2; ++half) {
+                _mm_storeu_si128(out + 2 * half, _mm_unpacklo_epi16(low[half], high[half]));
+                _mm_storeu_si128(out + 2 * half + 1, _mm_unpackhi_epi16(low[half], high[half]));
+            }
+        }
+        widen_codes(codes + i, count - i, wide + 2 * i);
+    }
+
+    static void widen_tokens(const Int4Pair* codes, int32_t dim, uint16_t* wide) {
+        const int32_t whole = dim / 2 / 16 * 16;
+        for (int32_t pair = 0; pair < kPageTokens / 2; ++pair) {
+            const Int4Pair* row = codes + pair * dim;  // two tokens of dim / 2 bytes
+            for (int32_t i = 0; i < whole; i += 16) {
+                __m128i a_low[2], a_high[2], b_low[2], b_high[2];
+                nibbles(row + i, a_low, a_high);
+                nibbles(row + dim / 2 + i, b_low, b_high);
+                auto* out = reinterpret_cast<__m128i*>(wide + pair * dim * 2 + 4 * i);
+                for (int half = 0; half < 2; ++half, out += 4) {
+                    // (token a, token b) of the even and of the odd dimensions, then interleaved.
+                    const __m128i even_0 = _mm_unpacklo_epi16(a_low[half], b_low[half]);
+                    const __m128i even_1 = _mm_unpackhi_epi16(a_low[half], b_low[half]);
+                    const __m128i odd_0 = _mm_unpacklo_epi16(a_high[half], b_high[half]);
+                    const __m128i odd_1 = _mm_unpackhi_epi16(a_high[half], b_high[half]);
+                    _mm_storeu_si128(out, _mm_unpacklo_epi32(even_0, odd_0));
+                    _mm_storeu_si128(out + 1, _mm_unpackhi_epi32(even_0, odd_0));
+                    _mm_storeu_si128(out + 2, _mm_unpacklo_epi32(even_1, odd_1));
+                    _mm_storeu_si128(out + 3, _mm_unpackhi_epi32(even_1, odd_1));
+                }
+            }
+        }
+        widen_token_pairs(codes, dim, whole, wide);
+    }
+
     // Scores s * t of keys j..j+7.
     template <bool kScaled>
     static __m256 scaled(const float* scores, const float* t, int32_t j, __m256 factor) {

@@ -141,6 +141,15 @@ struct Vectors {
     static void widen(const int8_t* codes, int32_t count, uint16_t* wide) {
         for (int32_t i = 0; i < count; ++i) wide[i] = widened(codes[i]);
     }
+    static void widen(const Fp8* codes, int32_t count, uint16_t* wide) {
+        widen_codes(codes, count, wide);
+    }
+    static void widen(const Int4Pair* codes, int32_t count, uint16_t* wide) {
+        widen_codes(codes, count, wide);
+    }
+    static void widen_tokens(const Int4Pair* codes, int32_t dim, uint16_t* wide) {
+        widen_token_pairs(codes, dim, 0, wide);
+    }
 
     static void settle(float* o, int32_t n) {
         for (int32_t i = 0; i < n; ++i) o[i] += 0.0f;

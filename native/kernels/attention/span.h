@@ -5,11 +5,12 @@
 //       c[q][lane] (+)= sum over pairs of a[q][2i] * b[i][lane][0] + a[q][2i+1] * b[i][lane][1] in
 //       the contract's order: 16 pairs at a time, an even and an odd chain, their sum added. a:
 //       float32 holding bf16 values; b: bf16 or int8 [pairs][lanes][2]. ahead: memory to ask for
-//       meanwhile, a little with every pair.
+//       meanwhile, a little with every pair. Other codes are widened before.
 //   Isa::softmax(scores, valid, padded, t, v_scale, m, l)
 //       scores [padded] become P (bf16 values as float32; zero from `valid` on); t: factors of the
 //       scores per key, or their single factor; v_scale: factors of P per key, or null.
-//   Isa::widen(codes, count, wide)    int8 codes as bf16 bits
+//   Isa::widen(codes, count, wide)    int8, e4m3 or pairs of 4-bit codes as bf16 bits, in order
+//   Isa::widen_tokens(codes, dim, wide)    4-bit V of a page [32][dim / 2] as bf16 [16][dim][2]
 //   Isa::settle(o, n)    adds +0, so that the number of empty products before cannot show in a sign
 //
 // Everything has internal linkage, so that nothing is shared between levels.
@@ -32,6 +33,62 @@ inline float widen(int8_t code) { return static_cast<float>(code); }
 // The bf16 bits of a code, exactly.
 inline uint16_t widened(int8_t code) {
     return static_cast<uint16_t>(float_bits(static_cast<float>(code)) >> 16);
+}
+
+// Codes that are only multiplied as bf16.
+struct Fp8 {
+    uint8_t bits;
+};
+struct Int4Pair {  // code + 8 in each nibble, the first in the low one
+    uint8_t bits;
+};
+
+template <typename T>
+constexpr bool kOnlyWide = false;
+template <>
+constexpr bool kOnlyWide<Fp8> = true;
+template <>
+constexpr bool kOnlyWide<Int4Pair> = true;
+template <typename T>
+constexpr bool kIsInt4 = false;
+template <>
+constexpr bool kIsInt4<Int4Pair> = true;
+
+// bf16 bits of m * 2^-9, the e4m3 codes below 8.
+constexpr uint16_t kSubnormalFp8[8] = {0,      0x3b00, 0x3b80, 0x3bc0,
+                                       0x3c00, 0x3c20, 0x3c40, 0x3c60};
+// bf16 bits of -8..7.
+constexpr uint16_t kInt4Bf16[16] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+                                    0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+
+inline uint16_t widened(Fp8 code) {
+    const int32_t magnitude = code.bits & 0x7f, sign = (code.bits & 0x80) << 8;
+    const int32_t normal = (magnitude << 4) + 0x3c00;
+    return static_cast<uint16_t>(sign | (magnitude < 8 ? kSubnormalFp8[magnitude] : normal));
+}
+
+// The generic form of widen and widen_tokens.
+inline void widen_codes(const Fp8* codes, int32_t count, uint16_t* wide) {
+    for (int32_t i = 0; i < count; ++i) wide[i] = widened(codes[i]);
+}
+
+inline void widen_codes(const Int4Pair* codes, int32_t count, uint16_t* wide) {
+    for (int32_t i = 0; i < count; ++i) {
+        wide[2 * i] = kInt4Bf16[codes[i].bits & 15];
+        wide[2 * i + 1] = kInt4Bf16[codes[i].bits >> 4];
+    }
+}
+
+// Pairs [begin, dim / 2) of dimensions.
+inline void widen_token_pairs(const Int4Pair* codes, int32_t dim, int32_t begin, uint16_t* wide) {
+    for (int32_t token = 0; token < kPageTokens; ++token) {
+        const Int4Pair* row = codes + token * (dim / 2);
+        uint16_t* out = wide + token / 2 * dim * 2 + token % 2;
+        for (int32_t i = begin; i < dim / 2; ++i) {
+            out[4 * i] = kInt4Bf16[row[i].bits & 15];
+            out[4 * i + 2] = kInt4Bf16[row[i].bits >> 4];
+        }
+    }
 }
 
 // product for lanes [begin, lanes) one at a time.
@@ -58,15 +115,46 @@ inline void product_lanes(int32_t num_q, const float* a, int32_t a_stride, const
     }
 }
 
-// A page's part as bf16: int8 codes are widened to `wide`, once for all query vectors.
-template <typename Isa>
-inline const uint16_t* bf16_codes(const uint16_t* codes, int32_t, uint16_t*) {
-    return codes;
+// Where a page's K lies as bf16: codes are widened to `wide`, once for all query vectors.
+template <typename Isa, typename T>
+inline const uint16_t* bf16_keys(const SpanTask& task, int32_t p, uint16_t* wide) {
+    const int32_t dim = task.head_dim;
+    const uint8_t* page = task.pages[p];
+    if constexpr (sizeof(T) == 2) {
+        return reinterpret_cast<const uint16_t*>(page);
+    } else {
+        const PageBlock block = page_block(task.kind, dim);
+        Isa::widen(reinterpret_cast<const T*>(page), static_cast<int32_t>(block.v), wide);
+        if (p == 0 && task.is_first && keeps_first(task.kind)) {
+            const uint8_t* first = page + block.first;
+            for (int32_t d = 0; d < dim; d += 2) {
+                std::memcpy(wide + d * kPageTokens, first + 2 * d, 2 * sizeof(uint16_t));
+            }
+        }
+        return wide;
+    }
 }
 
-template <typename Isa>
-inline const uint16_t* bf16_codes(const int8_t* codes, int32_t count, uint16_t* wide) {
-    Isa::widen(codes, count, wide);
+// The same for V.
+template <typename Isa, typename T>
+inline const uint16_t* bf16_values(const SpanTask& task, int32_t p, uint16_t* wide) {
+    const int32_t dim = task.head_dim;
+    const PageBlock block = page_block(task.kind, dim);
+    const uint8_t* page = task.pages[p];
+    const T* codes = reinterpret_cast<const T*>(page + block.v);
+    if constexpr (sizeof(T) == 2) {
+        return codes;
+    } else if constexpr (kIsInt4<T>) {
+        Isa::widen_tokens(codes, dim, wide);
+    } else {
+        Isa::widen(codes, kPageTokens * dim, wide);
+    }
+    if (p == 0 && task.is_first && keeps_first(task.kind)) {
+        const uint8_t* first = page + block.first + 2 * dim;
+        for (int32_t d = 0; d < dim; ++d) {
+            std::memcpy(wide + 2 * d, first + 2 * d, sizeof(uint16_t));
+        }
+    }
     return wide;
 }
 
@@ -133,11 +221,11 @@ void span_of(const SpanTask& task) {
     float* v_scale = t + kSpanTokens;          // [256]
     uint16_t* masked = reinterpret_cast<uint16_t*>(v_scale + kSpanTokens);  // [16][dim][2]
     uint16_t* wide = masked + kPageTokens * dim;                            // [32 * dim]
-    const bool widens = kScaled && num_q > 4;
+    const bool widens =
+        kOnlyWide<T> || (kScaled && (num_q > 4 || (task.is_first && keeps_first(task.kind))));
 
     for (int32_t i = 0; i < num_q * dim; ++i) q[i] = from_bf16(task.q[i]);
     for (int32_t p = 0; p < num_pages; ++p) {
-        const T* k = reinterpret_cast<const T*>(task.pages[p]);
         float* target = scores + p * kPageTokens;
         Ahead ahead;
         if (task.num_rows == 1) {
@@ -148,11 +236,11 @@ void span_of(const SpanTask& task) {
                      block.bytes - block.v};
         }
         if (widens) {
-            Isa::product(num_q, q, dim, bf16_codes<Isa>(k, kPageTokens * dim, wide), kPageTokens,
+            Isa::product(num_q, q, dim, bf16_keys<Isa, T>(task, p, wide), kPageTokens, dim / 2,
+                         target, kScoreStride, false, ahead);
+        } else if constexpr (!kOnlyWide<T>) {
+            Isa::product(num_q, q, dim, reinterpret_cast<const T*>(task.pages[p]), kPageTokens,
                          dim / 2, target, kScoreStride, false, ahead);
-        } else {
-            Isa::product(num_q, q, dim, k, kPageTokens, dim / 2, target, kScoreStride, false,
-                         ahead);
         }
         if constexpr (kScaled) {
             const float* k_scale = reinterpret_cast<const float*>(task.pages[p] + block.k_scale);
@@ -176,24 +264,26 @@ void span_of(const SpanTask& task) {
         }
         last_pages<Isa>(task, whole_pages, scores, kScoreStride, scratch, codes);
     };
-    const auto stored = [&](int32_t p) {
-        return reinterpret_cast<const T*>(task.pages[p] + block.v);
-    };
     if (widens) {
-        multiply([&](int32_t p) { return bf16_codes<Isa>(stored(p), kPageTokens * dim, wide); },
-                 masked);
-    } else {
-        multiply(stored, reinterpret_cast<T*>(masked));
+        multiply([&](int32_t p) { return bf16_values<Isa, T>(task, p, wide); }, masked);
+    } else if constexpr (!kOnlyWide<T>) {
+        multiply([&](int32_t p) { return reinterpret_cast<const T*>(task.pages[p] + block.v); },
+                 reinterpret_cast<T*>(masked));
     }
     Isa::settle(task.o, num_q * dim);
 }
 
 template <typename Isa>
 void span(const SpanTask& task) {
-    if (task.kind == KvKind::kBf16) {
-        span_of<Isa, uint16_t>(task);
-    } else {
-        span_of<Isa, int8_t>(task);
+    switch (code_kind(task.kind)) {
+        case KvKind::kInt8:
+            return span_of<Isa, int8_t>(task);
+        case KvKind::kFp8:
+            return span_of<Isa, Fp8>(task);
+        case KvKind::kInt4:
+            return span_of<Isa, Int4Pair>(task);
+        default:
+            return span_of<Isa, uint16_t>(task);
     }
 }
 

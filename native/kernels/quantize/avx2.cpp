@@ -126,7 +126,7 @@ inline void rotate_block(const float* x, __m256 norm, float* out) {
 }
 
 template <int kVectors>
-void rotate(const float* x, int32_t k, float* out) {
+void rotate_wide(const float* x, int32_t k, float* out) {
     const __m256 norm = _mm256_set1_ps(hadamard_norm(8 * kVectors));
     for (int32_t i = 0; i < k; i += 8 * kVectors) rotate_block<kVectors>(x + i, norm, out + i);
 }
@@ -149,33 +149,38 @@ void rotate_narrow(const float* x, int32_t k, int32_t width, float* out) {
     }
 }
 
+void rotate(const float* x, int32_t k, int32_t hadamard, float* out) {
+    switch (hadamard) {
+        case 1:
+            for (int32_t i = 0; i < k; ++i) out[i] = x[i];
+            break;
+        case 8:
+            rotate_wide<1>(x, k, out);
+            break;
+        case 16:
+            rotate_wide<2>(x, k, out);
+            break;
+        case 32:
+            rotate_wide<4>(x, k, out);
+            break;
+        case 64:
+            rotate_wide<8>(x, k, out);
+            break;
+        default:
+            rotate_narrow(x, k, hadamard, out);
+    }
+}
+
 void to_int8_row(const float* x, int32_t k, int32_t k_padded, int32_t hadamard, float* scratch,
                  int8_t* codes, float* scale, int32_t* sum) {
     const float* values = hadamard > 1 ? scratch : x;
-    switch (hadamard) {
-        case 1:
-            break;
-        case 8:
-            rotate<1>(x, k, scratch);
-            break;
-        case 16:
-            rotate<2>(x, k, scratch);
-            break;
-        case 32:
-            rotate<4>(x, k, scratch);
-            break;
-        case 64:
-            rotate<8>(x, k, scratch);
-            break;
-        default:
-            rotate_narrow(x, k, hadamard, scratch);
-    }
+    if (hadamard > 1) rotate(x, k, hadamard, scratch);
     quantize_span(values, k, max_magnitude(values, k), codes, scale, sum);
     for (int32_t i = k; i < k_padded; ++i) codes[i] = 0;
 }
 
 }  // namespace
 
-const QuantizeKernels quantize_kernels = {to_bf16, to_int8_group, to_int8_row};
+const QuantizeKernels quantize_kernels = {to_bf16, to_int8_group, to_int8_row, rotate};
 
 }  // namespace trivet::avx2

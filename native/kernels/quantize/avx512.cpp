@@ -117,7 +117,7 @@ inline void rotate_block(const float* x, int32_t width, __mmask16 lanes, __m512 
 }
 
 template <int kVectors>
-void rotate(const float* x, int32_t k, int32_t width, float* out) {
+void rotate_wide(const float* x, int32_t k, int32_t width, float* out) {
     const __m512 norm = _mm512_set1_ps(hadamard_norm(width));
     for (int32_t i = 0; i < k; i += 16 * kVectors) {
         const __mmask16 lanes = first_lanes(k - i);
@@ -125,22 +125,28 @@ void rotate(const float* x, int32_t k, int32_t width, float* out) {
     }
 }
 
+void rotate(const float* x, int32_t k, int32_t hadamard, float* out) {
+    if (hadamard == 64) {
+        rotate_wide<4>(x, k, hadamard, out);
+    } else if (hadamard == 32) {
+        rotate_wide<2>(x, k, hadamard, out);
+    } else if (hadamard > 1) {
+        rotate_wide<1>(x, k, hadamard, out);
+    } else {
+        for (int32_t i = 0; i < k; ++i) out[i] = x[i];
+    }
+}
+
 void to_int8_row(const float* x, int32_t k, int32_t k_padded, int32_t hadamard, float* scratch,
                  int8_t* codes, float* scale, int32_t* sum) {
     const float* values = hadamard > 1 ? scratch : x;
-    if (hadamard == 64) {
-        rotate<4>(x, k, hadamard, scratch);
-    } else if (hadamard == 32) {
-        rotate<2>(x, k, hadamard, scratch);
-    } else if (hadamard > 1) {
-        rotate<1>(x, k, hadamard, scratch);
-    }
+    if (hadamard > 1) rotate(x, k, hadamard, scratch);
     quantize_span(values, k, max_magnitude(values, k), codes, scale, sum);
     for (int32_t i = k; i < k_padded; ++i) codes[i] = 0;
 }
 
 }  // namespace
 
-const QuantizeKernels quantize_kernels = {to_bf16, to_int8_group, to_int8_row};
+const QuantizeKernels quantize_kernels = {to_bf16, to_int8_group, to_int8_row, rotate};
 
 }  // namespace trivet::avx512

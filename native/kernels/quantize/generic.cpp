@@ -48,27 +48,31 @@ void to_int8_group(const float* x, int32_t k, int32_t k_padded, int32_t group, i
     for (int32_t i = k; i < k_padded; ++i) codes[i] = 0;
 }
 
-void to_int8_row(const float* x, int32_t k, int32_t k_padded, int32_t hadamard, float* scratch,
-                 int8_t* codes, float* scale, int32_t* sum) {
-    for (int32_t i = 0; i < k; ++i) scratch[i] = x[i];
+void rotate(const float* x, int32_t k, int32_t hadamard, float* out) {
+    for (int32_t i = 0; i < k; ++i) out[i] = x[i];
     for (int32_t stride = 1; stride < hadamard; stride *= 2) {
         for (int32_t i = 0; i < k; ++i) {
             if (i & stride) continue;
-            const float a = scratch[i], b = scratch[i + stride];
-            scratch[i] = a + b;
-            scratch[i + stride] = a - b;
+            const float a = out[i], b = out[i + stride];
+            out[i] = a + b;
+            out[i + stride] = a - b;
         }
     }
     if (hadamard > 1) {
         const float norm = hadamard_norm(hadamard);
-        for (int32_t i = 0; i < k; ++i) scratch[i] = scratch[i] * norm;
+        for (int32_t i = 0; i < k; ++i) out[i] = out[i] * norm;
     }
+}
+
+void to_int8_row(const float* x, int32_t k, int32_t k_padded, int32_t hadamard, float* scratch,
+                 int8_t* codes, float* scale, int32_t* sum) {
+    rotate(x, k, hadamard, scratch);
     quantize_span(scratch, k, codes, scale, sum);
     for (int32_t i = k; i < k_padded; ++i) codes[i] = 0;
 }
 
 }  // namespace
 
-const QuantizeKernels quantize_kernels = {to_bf16, to_int8_group, to_int8_row};
+const QuantizeKernels quantize_kernels = {to_bf16, to_int8_group, to_int8_row, rotate};
 
 }  // namespace trivet::generic

@@ -19,6 +19,8 @@ struct QuantizeKernels {
     // scratch: float32 [k_padded]. hadamard: block width (hadamard_width(k), or 1 for none).
     void (*to_int8_row)(const float* x, int32_t k, int32_t k_padded, int32_t hadamard,
                         float* scratch, int8_t* codes, float* scale, int32_t* sum);
+    // The block Hadamard alone: out float32 [k], not x. hadamard divides k.
+    void (*rotate)(const float* x, int32_t k, int32_t hadamard, float* out);
 };
 
 // Static, not inline: ISA files export nothing but their tables.

@@ -37,7 +37,13 @@ Weights = Annotated[
 ]
 KV = Annotated[
     str | None,
-    typer.Option("--kv", "--kv-cache-dtype", metavar="K", help="bf16 or int8.  [default: bf16]"),
+    typer.Option(
+        "--kv",
+        "--kv-cache-dtype",
+        metavar="K",
+        help="bf16, int8, fp8 or int4; with +first at the end the first token stays in bf16.  "
+        "[default: bf16]",
+    ),
 ]
 Threads = Annotated[
     int | None,

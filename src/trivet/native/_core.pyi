@@ -26,11 +26,19 @@ def kernel_rope(level: str, x: Annotated[NDArray[numpy.float32], dict(shape=(Non
 def kernel_silu_mul(level: str, gate: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], up: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')]) -> None:
     """silu(gate) * up into out."""
 
-def kernel_store_token(kind: int, k: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], k_scale: float, v: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], v_scale: float, slot: int, page: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu')]) -> None:
-    """One token's K and V, passed as bytes, into a slot of a page block."""
+def kernel_store_token(kind: int, k: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], k_scale: float, v: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], v_scale: float, slot: int, is_first: bool, page: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu')]) -> None:
+    """
+    One token's K and V, passed as bytes, into a slot of a page block. is_first: at position 0.
+    """
 
-def kernel_attention_span(level: str, kind: int, q: Annotated[NDArray[numpy.uint16], dict(shape=(None, None), order='C', device='cpu', writable=False)], group: int, valid: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], pages: Annotated[NDArray[numpy.uint8], dict(shape=(None, None), order='C', device='cpu', writable=False)], sm_scale: float, m: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')], l: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')], o: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu')]) -> None:
+def kernel_attention_span(level: str, kind: int, q: Annotated[NDArray[numpy.uint16], dict(shape=(None, None), order='C', device='cpu', writable=False)], group: int, valid: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], pages: Annotated[NDArray[numpy.uint8], dict(shape=(None, None), order='C', device='cpu', writable=False)], is_first: bool, sm_scale: float, m: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')], l: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')], o: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu')]) -> None:
     """One span of attention over page blocks; writes m, l and o."""
+
+def kernel_rotate(level: str, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], hadamard: int, out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu')]) -> None:
+    """Rows of x through the block Hadamard into out."""
+
+def kernel_kv_codes(kind: int, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], codes: Annotated[NDArray[numpy.uint8], dict(shape=(None, None), order='C', device='cpu')], scales: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')]) -> None:
+    """Rows of x as e4m3 or 4-bit codes of a KV page, one scale each."""
 
 def kernel_attention_merge(level: str, m2: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], l2: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], o2: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], m: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')], l: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu')], o: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu')]) -> None:
     """Takes a later span into m, l and o."""

@@ -21,14 +21,24 @@ from trivet.errors import ConfigError
 from trivet.native import _core
 from trivet.native.api import KVGeometry
 
-KV_VALUES = {KVFormat.BF16: 0, KVFormat.INT8: 1}  # the values of `KvKind` in attention.h
+# The values of `KvKind` in attention.h.
+KV_VALUES = {
+    KVFormat.BF16: 0,
+    KVFormat.INT8: 1,
+    KVFormat.FP8: 2,
+    KVFormat.INT4: 3,
+    KVFormat.INT8_FIRST: 5,
+    KVFormat.FP8_FIRST: 6,
+    KVFormat.INT4_FIRST: 7,
+}
 
 
 def page_block_bytes(head_dim: int, kv: KVFormat) -> int:
-    """Bytes of one page of one KV head of one layer, K and V, scales included."""
-    codes = 2 * PAGE_TOKENS * head_dim * (2 if kv is KVFormat.BF16 else 1)
+    """Bytes of one page of one KV head of one layer: K and V, scales, room for the first token."""
+    codes = 2 * PAGE_TOKENS * head_dim * kv.code_bits // 8
     scales = 0 if kv is KVFormat.BF16 else 2 * PAGE_TOKENS * 4
-    return -(-(codes + scales) // 64) * 64
+    first = 2 * head_dim * 2 if kv.keeps_first else 0
+    return -(-(codes + scales + first) // 64) * 64
 
 
 def kv_geometry(num_layers: int, num_kv_heads: int, head_dim: int, kv: KVFormat) -> KVGeometry:

@@ -22,10 +22,13 @@ from trivet.native.reference_linear import (
     from_bf16,
     linear,
     mul32,
+    quantize_fp8,
     quantize_group,
+    quantize_int4,
+    rotate32,
     to_bf16,
 )
-from trivet.native.weights import WeightTensor
+from trivet.native.weights import WeightTensor, hadamard_width
 
 Float32 = NDArray[np.float32]
 
@@ -133,8 +136,8 @@ def lookup(weight: WeightTensor, tokens: NDArray[np.int32]) -> Float32:
 class KVRows:
     """K and V of one layer by position, in the KV format.
 
-    k, v              float32 [positions, kv_heads, head_dim]: bf16 values, or int8 codes
-    k_scale, v_scale  float32 [positions, kv_heads], int8 only
+    k, v              float32 [positions, kv_heads, head_dim]: bf16 values, or the values of codes
+    k_scale, v_scale  float32 [positions, kv_heads], all formats but bf16
     """
 
     k: Float32
@@ -144,15 +147,24 @@ class KVRows:
 
     @classmethod
     def store(cls, k: Float32, v: Float32, kv: KVFormat) -> KVRows:
-        """Round rotated k and v [positions, kv_heads, head_dim] to the format."""
+        """Round k and v [positions, kv_heads, head_dim], rotated as the format asks, to the format."""
         if kv is KVFormat.BF16:
             return cls(from_bf16(to_bf16(k)), from_bf16(to_bf16(v)))
         positions, heads, dim = k.shape
 
         def quantize(x: Float32) -> tuple[Float32, Float32]:
-            rows = quantize_group(x.reshape(-1, dim), dim)
-            codes = rows.codes.astype(np.float32).reshape(positions, heads, dim)
-            return codes, rows.scales.reshape(positions, heads)
+            flat = x.reshape(-1, dim)
+            if kv.codes == "fp8":
+                codes, scales = quantize_fp8(flat)
+            elif kv.codes == "int4":
+                codes, scales = quantize_int4(flat)
+            else:
+                rows = quantize_group(flat, dim)
+                codes, scales = rows.codes.astype(np.float32), rows.scales
+            codes, scales = codes.reshape(x.shape), scales.reshape(positions, heads)
+            if kv.keeps_first:
+                codes[0], scales[0] = from_bf16(to_bf16(x[0])), 1.0
+            return codes, scales
 
         (k_codes, k_scale), (v_codes, v_scale) = quantize(k), quantize(v)
         return cls(k_codes, v_codes, k_scale, v_scale)
@@ -259,6 +271,12 @@ def attention(q: Float32, rows: KVRows, positions: NDArray[np.intp]) -> Float32:
     return out
 
 
+def _block_rotated(x: Float32) -> Float32:
+    """Heads x [R, heads, head_dim] through the block Hadamard."""
+    dim = x.shape[-1]
+    return rotate32(x.reshape(-1, dim), hadamard_width(dim)).reshape(x.shape)
+
+
 @dataclasses.dataclass(frozen=True)
 class ReferenceLinear:
     """A weight [N, K] and its bias [N]."""
@@ -308,6 +326,8 @@ class ReferenceModel:
                 qkv[:, q_size : q_size + kv_size].reshape(num_rows, -1, self.head_dim), cos, sin
             )
             v = qkv[:, q_size + kv_size :].reshape(num_rows, -1, self.head_dim)
+            if kv.rotates_k:
+                q, k = _block_rotated(q), _block_rotated(k)
             rows = KVRows.store(k, v, kv)
             attended = attention(q, rows, np.arange(num_rows)).reshape(num_rows, q_size)
             hidden = linear(attended, layer.o.weight, layer.o.bias, hidden)

@@ -117,6 +117,46 @@ def _quantize_span(x: Float32) -> QuantizedRows:
     return QuantizedRows(codes, div32(amax, np.float32(127.0)), sums)
 
 
+def _largest(x: Float32) -> Float32:
+    """The largest magnitude of each row [R, 1], by its bits: a NaN is larger than everything."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32) & np.uint32(0x7FFFFFFF)
+    result: Float32 = bits.max(axis=1, keepdims=True).view(np.float32)
+    return result
+
+
+def _scaled(x: Float32, largest: Float32, limit: Operand, low: float, high: float) -> Float64:
+    """x * limit / largest clamped to [low, high]; a NaN becomes low."""
+    with np.errstate(invalid="ignore"):
+        positive = _flush(largest) > 0.0
+    inverse = np.where(positive, div32(limit, largest), np.float32(0.0))
+    value = mul32(x, inverse).astype(np.float64)
+    value = np.where(value > low, value, low)
+    return np.where(value < high, value, high)
+
+
+def quantize_fp8(x: Float32) -> tuple[Float32, Float32]:
+    """Rows [R, K] in e4m3, one scale each: the values of the codes [R, K], the scales [R, 1]."""
+    largest = _largest(x)
+    value = _scaled(x, largest, np.float32(448.0), -448.0, 448.0)
+    _, exponent = np.frexp(value)
+    step = np.ldexp(1.0, np.maximum(exponent - 4, -9))  # three bits behind the first, or 2^-9
+    codes = np.copysign(np.rint(np.abs(value) / step) * step, value)
+    return codes.astype(np.float32), div32(largest, np.float32(448.0))
+
+
+def quantize_int4(x: Float32) -> tuple[Float32, Float32]:
+    """Rows [R, K] as codes -8..7 (float32 [R, K]) and scales [R, 1].
+
+    The value of largest magnitude becomes -8, so that its scale has the other sign.
+    """
+    largest, wide = _largest(x), _flush(x)
+    low = np.where(wide < 0.0, wide, 0.0).min(axis=1, keepdims=True)
+    high = np.where(wide > 0.0, wide, 0.0).max(axis=1, keepdims=True)
+    eight = np.where(-low >= high, np.float32(8.0), np.float32(-8.0))
+    codes = np.rint(_scaled(x, largest, eight, -8.0, 7.0)).astype(np.float32)
+    return codes + np.float32(0.0), div32(largest, eight)
+
+
 def quantize_group(x: Float32, group: int) -> QuantizedRows:
     """Activations of the grouped formats: one scale per row and group; the last may be shorter."""
     spans = [_quantize_span(x[:, k : k + group]) for k in range(0, x.shape[1], group)]
