@@ -79,7 +79,7 @@ void linear(const std::string& level, int kind, int scheme, int scale_type, int3
             Bytes x_codes, std::optional<Array<const float, 2>> x_scales,
             std::optional<Array<const int32_t, 2>> x_sums, int32_t block_begin, int32_t block_end,
             Array<float, 2> out, bool accumulate) {
-    require(kind >= 0 && kind <= 4 && scheme >= 0 && scheme <= 2, "kind or scheme is unknown");
+    require(kind >= 0 && kind <= 5 && scheme >= 0 && scheme <= 2, "kind or scheme is unknown");
     require(scale_type == 0 || scale_type == 1, "scale_type is unknown");
     require(n > 0 && k > 0 && rows >= 0, "n and k are positive, rows not negative");
     LinearWeight w{};
@@ -111,9 +111,18 @@ void linear(const std::string& level, int kind, int scheme, int scale_type, int3
     x.rows = rows;
     x.k_padded = w.k_padded;
     x.num_groups = w.num_groups;
-    const size_t x_bytes = size_t(rows) * w.k_padded * (integer ? 1 : 2);
+    const bool wide = takes_bf16(w.kind);
+    const size_t x_bytes = size_t(rows) * w.k_padded * (wide ? 2 : 1);
     require(x_codes.nbytes() == x_bytes, "activations have the wrong size");
-    if (integer) {
+    if (wide) {
+        x.bf16 = reinterpret_cast<const uint16_t*>(x_codes.data());
+        if (integer && w.scheme == Scheme::kMin) {
+            require(x_scales && x_scales->shape(0) == size_t(rows) &&
+                        x_scales->shape(1) == size_t(w.num_groups),
+                    "x_scales are sums [rows, num_groups]");
+            x.scales = x_scales->data();
+        }
+    } else {
         auto fits = [&](const auto& array) {
             return array && array->shape(0) == size_t(rows) &&
                    array->shape(1) == size_t(w.num_groups);
@@ -122,8 +131,6 @@ void linear(const std::string& level, int kind, int scheme, int scale_type, int3
         x.codes = reinterpret_cast<const int8_t*>(x_codes.data());
         x.scales = x_scales->data();
         x.sums = x_sums->data();
-    } else {
-        x.bf16 = reinterpret_cast<const uint16_t*>(x_codes.data());
     }
     require(block_begin >= 0 && block_begin <= block_end && block_end <= w.n_padded / 16,
             "blocks lie in [0, n_padded / 16]");
@@ -144,6 +151,17 @@ void quantize_bf16(const std::string& level, Array<const float, 2> x, Array<uint
     const FpState state;
     for (size_t r = 0; r < rows; ++r) {
         table.to_bf16(x.data() + r * k, k, k_padded, codes.data() + r * k_padded);
+    }
+}
+
+void group_sums(Array<const uint16_t, 2> x, int32_t group, Array<float, 2> sums) {
+    require(x.shape(1) % 64 == 0 && group > 0 && group % 16 == 0, "x is padded to 64, group to 16");
+    require(sums.shape(0) == x.shape(0) && (sums.shape(1) - 1) * size_t(group) < x.shape(1),
+            "sums are [rows, groups]");
+    const FpState state;
+    for (size_t r = 0; r < x.shape(0); ++r) {
+        sum_bf16_groups(x.data() + r * x.shape(1), int32_t(x.shape(1)), group,
+                        int32_t(sums.shape(1)), sums.data() + r * sums.shape(1));
     }
 }
 
@@ -192,6 +210,8 @@ void bind_linear(nb::module_& m) {
           "passed as bytes. Writes out.");
     m.def("kernel_quantize_bf16", quantize_bf16, nb::arg("level"), nb::arg("x"), nb::arg("codes"),
           "Rows of x rounded to bf16 into codes.");
+    m.def("kernel_group_sums", group_sums, nb::arg("x"), nb::arg("group"), nb::arg("sums"),
+          "Sums of the bf16 values of each group of rows of x into sums.");
     m.def("kernel_quantize_int8", quantize_int8, nb::arg("level"), nb::arg("x"), nb::arg("group"),
           nb::arg("hadamard"), nb::arg("codes"), nb::arg("scales"), nb::arg("sums"),
           "Rows of x as int8 per group, or per rotated row when group is 0.");

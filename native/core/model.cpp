@@ -90,10 +90,15 @@ int32_t Model::add_linear(OpClass op_class, Point point, Source source, const fl
         require(w.k == width, std::string("model: a weight of ") + op_class_name(op_class) +
                                   " has input width " + std::to_string(w.k) + ", not " +
                                   std::to_string(width));
-        const bool is_bf16 = w.kind == WeightKind::kBf16;
-        const Form form = {is_int4(w.kind) ? WeightKind::kInt8Group : w.kind,
-                           is_bf16 ? 0 : w.group, part.hadamard, w.k_padded,
-                           is_bf16 ? 0 : w.num_groups};
+        const bool is_bf16 = takes_bf16(w.kind);
+        const bool needs_sums = w.kind == WeightKind::kInt4Bf16 && w.scheme == Scheme::kMin;
+        const bool plain = is_bf16 && !needs_sums;
+        const WeightKind form_kind = plain             ? WeightKind::kBf16
+                                     : needs_sums      ? WeightKind::kInt4Bf16
+                                     : is_int4(w.kind) ? WeightKind::kInt8Group
+                                                       : w.kind;
+        const Form form = {form_kind, plain ? 0 : w.group, part.hadamard, w.k_padded,
+                           plain ? 0 : w.num_groups};
         auto found = std::find(op.forms.begin(), op.forms.end(), form);
         if (found == op.forms.end()) found = op.forms.insert(op.forms.end(), form);
         op.parts.push_back({w, select(*kernels_.linear, w.kind),
@@ -353,13 +358,16 @@ void Model::prepare_row(const LinearOp& op, int32_t source_row, int32_t row, Scr
         const Form& form = op.forms[i];
         uint8_t* codes = prepared.codes[i].data();
         const int64_t offset = static_cast<int64_t>(row) * form.k_padded;
-        if (form.kind == WeightKind::kBf16) {
-            kernels_.quantize->to_bf16(x, op.width, form.k_padded,
-                                       reinterpret_cast<uint16_t*>(codes) + offset);
+        float* scales = prepared.scales[i].data() + static_cast<int64_t>(row) * form.num_groups;
+        if (takes_bf16(form.kind)) {
+            uint16_t* values = reinterpret_cast<uint16_t*>(codes) + offset;
+            kernels_.quantize->to_bf16(x, op.width, form.k_padded, values);
+            if (form.kind == WeightKind::kInt4Bf16) {
+                sum_bf16_groups(values, form.k_padded, form.group, form.num_groups, scales);
+            }
             continue;
         }
         int8_t* out = reinterpret_cast<int8_t*>(codes) + offset;
-        float* scales = prepared.scales[i].data() + static_cast<int64_t>(row) * form.num_groups;
         int32_t* sums = prepared.sums[i].data() + static_cast<int64_t>(row) * form.num_groups;
         if (form.kind == WeightKind::kInt8Row) {
             kernels_.quantize->to_int8_row(x, op.width, form.k_padded, form.hadamard,

@@ -117,7 +117,7 @@ class Model {
 
   private:
     enum class Source : int32_t { kNorm, kAttention, kGate };
-    // One form of a linear operation's input.
+    // One form of a linear operation's input; kInt4Bf16 means bf16 with sums of groups.
     struct Form {
         WeightKind kind;
         int32_t group, hadamard, k_padded, num_groups;

@@ -16,9 +16,10 @@ from trivet.errors import ConfigError
 PAGE_TOKENS = 32  # tokens of one KV page; part of the numerics contract (key blocks of 32)
 SPAN_TOKENS = 256  # keys of one attention span; part of the numerics contract
 
-_GROUPED = re.compile(r"w([48])a8-(?:g(16|32|64|128)|row)(?:-(zp|min))?\Z")
+_GROUPED = re.compile(r"w(4|8)a(8|16)-(?:g(16|32|64|128)|row)(?:-(zp|min))?\Z")
 _WEIGHTS_ALLOWED = (
-    "bf16, w8a8, w8a8-gN[-min], w4a8-gN[-zp|-min], w4a8-row[-zp|-min], N in 16 32 64 128"
+    "bf16, w8a8, w8a8-gN[-min], w4a8-gN[-zp|-min], w4a8-row[-zp|-min], w4a16 like w4a8,"
+    " N in 16 32 64 128"
 )
 
 
@@ -36,12 +37,13 @@ class WeightFormat:
 
     `parse` accepts the names of the command line: ``bf16``, ``w8a8``, ``w8a8-g32``, ``w8a8-g32-min``,
     ``w4a8-g32``, ``w4a8-g32-zp``, ``w4a8-g32-min``, groups 16, 32, 64, 128, and of 4 bits ``w4a8-row``
-    with the same endings.
+    with the same endings. ``w4a16`` in place of ``w4a8`` multiplies with bf16 activations.
     """
 
     bits: int
     group_size: int | None = None
     scheme: Scheme = Scheme.SYM
+    activation_bits: int = 8  # of 4-bit weights: 8 or 16; the others have one choice
 
     @classmethod
     def parse(cls, name: str) -> WeightFormat:
@@ -50,9 +52,16 @@ class WeightFormat:
         if name in ("w8a8", "w8a8+hadamard64"):
             return cls(8)
         match = _GROUPED.match(name)
-        if match and not (match[1] == "8" and (match[2] is None or match[3] == "zp")):
-            scheme = Scheme(match[3]) if match[3] else Scheme.SYM
-            return cls(int(match[1]), int(match[2]) if match[2] else None, scheme)
+        if match:
+            bits, activation_bits, group, ending = match.groups()
+            form = cls(
+                int(bits),
+                int(group) if group else None,
+                Scheme(ending) if ending else Scheme.SYM,
+                int(activation_bits),
+            )
+            if form.bits == 4 or (group and ending != "zp" and activation_bits == "8"):
+                return form
         raise ConfigError("weights", name, _WEIGHTS_ALLOWED)
 
     @property
@@ -63,7 +72,7 @@ class WeightFormat:
             return "w8a8"
         group = "row" if self.group_size is None else f"g{self.group_size}"
         suffix = "" if self.scheme is Scheme.SYM else f"-{self.scheme.value}"
-        return f"w{self.bits}a8-{group}{suffix}"
+        return f"w{self.bits}a{self.activation_bits}-{group}{suffix}"
 
     @property
     def is_rotated(self) -> bool:

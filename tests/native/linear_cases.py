@@ -26,6 +26,12 @@ FORMATS = [
         for scheme in ("", "-zp", "-min")
         for t in (np.float16, np.float32)
     ),
+    *(
+        (f"w4a16-{group}{scheme}", np.float16)
+        for group in ("g16", "g32", "g64", "g128", "row")
+        for scheme in ("", "-zp", "-min")
+    ),
+    ("w4a16-g64-min", np.float32),
 ]
 
 

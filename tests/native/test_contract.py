@@ -56,6 +56,12 @@ GOLDEN = {
     ("w4a8-row", "int8"): "772fe67498f870da",
     ("w4a8-row-zp", "bf16"): "9ce07fd4c798b7e0",
     ("w4a8-row-zp", "int8"): "18bb83c5e7306e80",
+    ("w4a16-g32", "bf16"): "4b49d16c13d928e0",
+    ("w4a16-g32", "int8"): "21274bf1f85debb0",
+    ("w4a16-g64-min", "bf16"): "d2b0693fcbfc29c1",
+    ("w4a16-g64-min", "int8"): "18106e7ae6d3ebb5",
+    ("w4a16-row-zp", "bf16"): "cc3903e592d48753",
+    ("w4a16-row-zp", "int8"): "62449830353123f8",
 }
 
 

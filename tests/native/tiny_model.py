@@ -18,6 +18,7 @@ from trivet.native.weights import WeightTensor
 FORMATS = [
     "bf16", "w8a8", "w8a8-g32", "w4a8-g32", "w4a8-g32-zp", "w4a8-g64-min",
     "w8a8-g16-min", "w4a8-g16", "w4a8-g16-min", "w4a8-row", "w4a8-row-zp",
+    "w4a16-g32", "w4a16-g64-min", "w4a16-row-zp",
 ]  # fmt: skip
 
 

@@ -24,7 +24,10 @@ from trivet.native.packing import unpack
 from trivet.native.weights import dequantize
 from trivet.quant import PackedModel, load_packed
 
-FORMATS = ["bf16", "w8a8", "w8a8-g64", "w4a8-g32", "w4a8-g64-zp", "w4a8-g128-min"]
+FORMATS = [
+    "bf16", "w8a8", "w8a8-g64", "w4a8-g32", "w4a8-g64-zp", "w4a8-g128-min",
+    "w8a8-g16-min", "w4a8-g16", "w4a8-row-zp", "w4a16-g64-min", "w4a16-row",
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

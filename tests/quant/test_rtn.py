@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import gguf
@@ -41,6 +42,7 @@ CEILINGS = {
     "w4a8-g128": 0.108,
     "w4a8-g128-zp": 0.106,
     "w4a8-g128-min": 0.100,
+    "w4a16-g64": 0.096,
     "w4a8-row": 0.130,
     "w4a8-row-zp": 0.130,
     "w4a8-row-min": 0.125,
@@ -168,6 +170,16 @@ def test_grids_with_minima_widen_exactly() -> None:
     source = _grid(4, Scheme.MIN)
     converted = convert(source, WeightFormat(8, 32, Scheme.MIN))
     assert converted.weight.exact
+    np.testing.assert_array_equal(dequantize(converted.weight), dequantize(source))
+
+
+@pytest.mark.parametrize("scheme", list(Scheme))
+def test_bf16_activations_keep_the_grid(scheme: Scheme) -> None:
+    source = _grid(4, scheme)
+    converted = convert(source, dataclasses.replace(source.format, activation_bits=16))
+    assert converted.weight.exact
+    assert not converted.note
+    assert converted.weight.format.name.startswith("w4a16-g32")
     np.testing.assert_array_equal(dequantize(converted.weight), dequantize(source))
 
 

@@ -308,6 +308,118 @@ void int4_group(const LinearWeight& w, const Activations& x, int32_t block_begin
     kernel(w, x, block_begin, block_end, out, out_stride, accumulate);
 }
 
+// ---- 4-bit codes, bf16 activations: codes less their offset are exact in float32 ----
+
+// One column of the four in each lane of v, from bit kShift on, less the offset.
+template <int kShift>
+inline __m512 column(__m512i v, __m512i offset) {
+    const __m512i code = _mm512_and_si512(_mm512_srli_epi32(v, kShift), _mm512_set1_epi32(15));
+    return _mm512_cvtepi32_ps(_mm512_sub_epi32(code, offset));
+}
+
+// The 16 columns in the low (kHigh 0) or the high nibbles (kHigh 4) of one block of 32 join the
+// chains. wide: their even columns, the odd ones 16 floats on, 32 floats a row.
+template <int kHigh, int R>
+inline void bf16_half(const uint8_t* codes, __m512i offset, const float* wide, __m512* e,
+                      __m512* o) {
+    for (int i = 0; i < 4; ++i) {
+        if (R == 1 && kHigh == 0) prefetch(codes + 64 * i);
+        const __m512i v = load(codes + 64 * i);
+        const __m512 a = column<kHigh>(v, offset), b = column<kHigh + 8>(v, offset);
+        const __m512 c = column<kHigh + 16>(v, offset), d = column<kHigh + 24>(v, offset);
+        for (int r = 0; r < R; ++r) {
+            const float* x = wide + 32 * r + 2 * i;
+            e[r] = _mm512_fmadd_ps(_mm512_set1_ps(x[0]), a, e[r]);
+            o[r] = _mm512_fmadd_ps(_mm512_set1_ps(x[16]), b, o[r]);
+            e[r] = _mm512_fmadd_ps(_mm512_set1_ps(x[1]), c, e[r]);
+            o[r] = _mm512_fmadd_ps(_mm512_set1_ps(x[17]), d, o[r]);
+        }
+    }
+}
+
+template <Scheme kScheme, ScaleType kScale, int R>
+void bf16_groups_tile(const LinearWeight& w, const Activations& x, int32_t block, int32_t row,
+                      float* out, ptrdiff_t out_stride, bool accumulate) {
+    alignas(64) float wide[R * 32];
+    const auto* codes = static_cast<const uint8_t*>(w.codes) + int64_t(block) * w.k_padded * 8;
+    const uint16_t* rows = x.bf16 + int64_t(row) * w.k_padded;
+    __m512 acc[R], product[R];
+    for (int r = 0; r < R; ++r) acc[r] = product[r] = _mm512_setzero_ps();
+    __m512i offset = _mm512_set1_epi32(kScheme == Scheme::kSym ? 8 : 0);
+    auto begin_group = [&](int32_t g) {
+        if constexpr (kScheme == Scheme::kZeroPoint) {
+            const int32_t last = w.num_groups - 1;
+            const uint8_t* zeros = w.zeros + scale_index(w, block, g < last ? g : last);
+            offset = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros)));
+        }
+    };
+    auto end_group = [&](int32_t g) {
+        if (g >= w.num_groups) return;  // columns beyond k
+        const int64_t index = scale_index(w, block, g);
+        const __m512 scale = load_scales<kScale>(w.scales, index);
+        for (int r = 0; r < R; ++r) {
+            acc[r] = _mm512_fmadd_ps(product[r], scale, acc[r]);
+            product[r] = _mm512_setzero_ps();
+            if constexpr (kScheme == Scheme::kMin) {
+                const float sum = x.scales[int64_t(row + r) * w.num_groups + g];
+                acc[r] = _mm512_fmadd_ps(_mm512_set1_ps(sum), load_scales<kScale>(w.minima, index),
+                                         acc[r]);
+            }
+        }
+    };
+    __m512 e[R], o[R];
+    auto begin_chains = [&] {
+        for (int r = 0; r < R; ++r) e[r] = o[r] = _mm512_setzero_ps();
+    };
+    auto end_chains = [&] {
+        for (int r = 0; r < R; ++r) {
+            product[r] = _mm512_add_ps(product[r], _mm512_add_ps(e[r], o[r]));
+        }
+    };
+    for (int32_t k = 0; k < w.k_padded; k += 32) {
+        widen_rows<R>(rows + k, w.k_padded, 32, wide);
+        const uint8_t* bytes = codes + int64_t(k) * 8;
+        if (k % w.group == 0) begin_group(k / w.group);
+        begin_chains();
+        bf16_half<0, R>(bytes, offset, wide, e, o);
+        if (w.group == 16) {
+            end_chains();
+            end_group(k / 16);
+            begin_group(k / 16 + 1);
+            begin_chains();
+        }
+        bf16_half<4, R>(bytes, offset, wide + 8, e, o);
+        end_chains();
+        if ((k + 32) % w.group == 0 || k + 32 == w.k_padded) end_group((k + 31) / w.group);
+    }
+    for (int r = 0; r < R; ++r) store(w, block, acc[r], out + r * out_stride, accumulate);
+}
+
+template <Scheme kScheme, ScaleType kScale>
+void bf16_groups(const LinearWeight& w, const Activations& x, int32_t block_begin,
+                 int32_t block_end, float* out, ptrdiff_t out_stride, bool accumulate) {
+    for (int32_t block = block_begin; block < block_end; ++block) {
+        for_row_tiles(x.rows, [&]<int R>(int32_t row) {
+            bf16_groups_tile<kScheme, kScale, R>(w, x, block, row, out + row * out_stride,
+                                                 out_stride, accumulate);
+        });
+    }
+}
+
+template <Scheme kScheme>
+LinearFn bf16_scheme(ScaleType scale_type) {
+    return scale_type == ScaleType::kF16 ? bf16_groups<kScheme, ScaleType::kF16>
+                                         : bf16_groups<kScheme, ScaleType::kF32>;
+}
+
+void int4_bf16(const LinearWeight& w, const Activations& x, int32_t block_begin, int32_t block_end,
+               float* out, ptrdiff_t out_stride, bool accumulate) {
+    LinearFn kernel = bf16_scheme<Scheme::kSym>(w.scale_type);
+    if (w.scheme == Scheme::kZeroPoint) kernel = bf16_scheme<Scheme::kZeroPoint>(w.scale_type);
+    if (w.scheme == Scheme::kMin) kernel = bf16_scheme<Scheme::kMin>(w.scale_type);
+    kernel(w, x, block_begin, block_end, out, out_stride, accumulate);
+}
+
 void int8_group(const LinearWeight& w, const Activations& x, int32_t block_begin, int32_t block_end,
                 float* out, ptrdiff_t out_stride, bool accumulate) {
     constexpr WeightKind kKind = WeightKind::kInt8Group;
@@ -318,6 +430,6 @@ void int8_group(const LinearWeight& w, const Activations& x, int32_t block_begin
 
 }  // namespace
 
-const LinearKernels linear_kernels = {bf16, int8_row, int8_group, int4_group};
+const LinearKernels linear_kernels = {bf16, int8_row, int8_group, int4_group, int4_bf16};
 
 }  // namespace trivet::avx512

@@ -122,8 +122,42 @@ void int_group(const LinearWeight& w, const Activations& x, int32_t block_begin,
     for_each_output(w, x, block_begin, block_end, out, out_stride, accumulate, dot);
 }
 
+// 4-bit codes less their offset are exact in bf16: each group is a bf16 product, scaled once.
+void int4_bf16(const LinearWeight& w, const Activations& x, int32_t block_begin, int32_t block_end,
+               float* out, ptrdiff_t out_stride, bool accumulate) {
+    auto dot = [&](int32_t row, int32_t block, int32_t lane) {
+        const uint16_t* a = x.bf16 + int64_t(row) * w.k_padded;
+        float acc = 0.0f;
+        for (int32_t g = 0; g < w.num_groups; ++g) {
+            const int64_t index = scale_index(w, block, g) + lane;
+            int32_t offset = w.scheme == Scheme::kSym ? 8 : 0;
+            if (w.scheme == Scheme::kZeroPoint) offset = w.zeros[index];
+            const int32_t begin = g * w.group;
+            const int32_t end = w.k_padded < begin + w.group ? w.k_padded : begin + w.group;
+            float product = 0.0f;
+            for (int32_t k = begin; k < end; k += 32) {
+                float even = 0.0f, odd = 0.0f;
+                for (int32_t i = k; i < k + 32 && i < end; i += 2) {
+                    const auto first = static_cast<float>(code_at(w, block, lane, i) - offset);
+                    const auto second = static_cast<float>(code_at(w, block, lane, i + 1) - offset);
+                    even = fma_f32(from_bf16(a[i]), first, even);
+                    odd = fma_f32(from_bf16(a[i + 1]), second, odd);
+                }
+                product = product + (even + odd);
+            }
+            acc = fma_f32(product, load_scale(w.scales, w.scale_type, index), acc);
+            if (w.scheme == Scheme::kMin) {
+                const float sum_x = x.scales[int64_t(row) * w.num_groups + g];
+                acc = fma_f32(sum_x, load_scale(w.minima, w.scale_type, index), acc);
+            }
+        }
+        return acc;
+    };
+    for_each_output(w, x, block_begin, block_end, out, out_stride, accumulate, dot);
+}
+
 }  // namespace
 
-const LinearKernels linear_kernels = {bf16, int8_row, int_group, int_group};
+const LinearKernels linear_kernels = {bf16, int8_row, int_group, int_group, int4_bf16};
 
 }  // namespace trivet::generic

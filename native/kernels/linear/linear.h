@@ -18,6 +18,7 @@ enum class WeightKind : int32_t {
     kInt8Group = 2,  // codes int8, scale per (channel, group), activations int8 per (row, group)
     kInt4Group = 3,  // codes uint4, scale per (channel, group) and the scheme's offset
     kInt4Row = 4,    // the same, but one scale and offset per channel; activations in groups of 32
+    kInt4Bf16 = 5,   // like kInt4Group, activations bf16; one group may be the whole row
 };
 enum class ScaleType : int32_t { kF16 = 0, kF32 = 1 };
 enum class Scheme : int32_t { kSym = 0, kZeroPoint = 1, kMin = 2 };
@@ -32,8 +33,8 @@ struct LinearWeight {
     int32_t k;           // input width
     int32_t n_padded;    // multiple of 16
     int32_t k_padded;    // multiple of 64; activations beyond k are zero
-    int32_t group;         // columns of one integer sum: 16, 32, 64 or 128; 32 for kInt4Row;
-                           // k_padded for kInt8Row; unused for bf16
+    int32_t group;         // columns of one sum: 16, 32, 64 or 128; 32 for kInt4Row; k_padded for
+                           // kInt8Row and kInt4Bf16 with one scale a row; unused for bf16
     int32_t num_groups;    // ceil(k / group)
     int32_t scale_groups;  // scales per channel: num_groups; 1 for kInt4Row
     const void* codes;
@@ -45,7 +46,12 @@ struct LinearWeight {
 
 // Static, not inline: ISA files export nothing but their tables.
 static inline bool is_int4(WeightKind kind) {
-    return kind == WeightKind::kInt4Group || kind == WeightKind::kInt4Row;
+    return kind == WeightKind::kInt4Group || kind == WeightKind::kInt4Row ||
+           kind == WeightKind::kInt4Bf16;
+}
+
+static inline bool takes_bf16(WeightKind kind) {
+    return kind == WeightKind::kBf16 || kind == WeightKind::kInt4Bf16;
 }
 
 // Index of the scale of a block's first channel in group g.
@@ -59,9 +65,9 @@ struct Activations {
     int32_t rows;
     int32_t k_padded;
     int32_t num_groups;
-    const uint16_t* bf16;  // [rows][k_padded], kBf16
-    const int8_t* codes;   // [rows][k_padded], integer kinds
-    const float* scales;   // [rows][num_groups]
+    const uint16_t* bf16;  // [rows][k_padded], kBf16 and kInt4Bf16
+    const int8_t* codes;   // [rows][k_padded], the other kinds
+    const float* scales;   // [rows][num_groups]; kInt4Bf16 with minima: sums of the group's values
     const int32_t* sums;   // [rows][num_groups] sum of codes per group
     // Codes of one row beyond k are zero, so the last group may be read up to k_padded.
 };
@@ -77,6 +83,7 @@ struct LinearKernels {
     LinearFn int8_row;
     LinearFn int8_group;
     LinearFn int4_group;
+    LinearFn int4_bf16;
 };
 
 namespace generic {
@@ -103,6 +110,8 @@ inline LinearFn select(const LinearKernels& k, WeightKind kind) {
         case WeightKind::kInt4Group:
         case WeightKind::kInt4Row:
             return k.int4_group;
+        case WeightKind::kInt4Bf16:
+            return k.int4_bf16;
     }
     return nullptr;
 }

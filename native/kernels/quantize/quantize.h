@@ -23,6 +23,11 @@ struct QuantizeKernels {
     void (*rotate)(const float* x, int32_t k, int32_t hadamard, float* out);
 };
 
+// Sums of the bf16 values x [k_padded] of each group, as products with ones: one version for every
+// level. sums: [num_groups].
+void sum_bf16_groups(const uint16_t* x, int32_t k_padded, int32_t group, int32_t num_groups,
+                     float* sums);
+
 // Static, not inline: ISA files export nothing but their tables.
 // The largest power of two up to 64 that divides k. 1 means no rotation.
 static inline int32_t hadamard_width(int32_t k) {

@@ -88,7 +88,9 @@ def step_costs(model: LoadedModel) -> StepCosts:
         head_macs=head.n * head.k,
         attention_macs=2 * spec.num_layers * spec.num_heads * spec.head_dim,
         num_layers=spec.num_layers,
-        arithmetic="bf16" if all(tensor.kind == "bf16" for tensor in layers) else "int8",
+        arithmetic="bf16"
+        if all(tensor.kind in ("bf16", "int4_bf16") for tensor in layers)
+        else "int8",
     )
 
 

@@ -41,11 +41,11 @@ _PARTS = ("codes", "scales", "minima", "zeros")
 class PackedTensor:
     """Where one tensor lies in the file and what its bytes mean.
 
-    kind      ``bf16``, ``int8_row``, ``int8_group``, ``int4_group``, ``int4_row`` (layouts:
-              native/packing.py), or ``f32``: n * k floats in row order, without padding
+    kind      ``bf16``, ``int8_row``, ``int8_group``, ``int4_group``, ``int4_row``, ``int4_bf16``
+              (layouts: native/packing.py), or ``f32``: n * k floats in row order, without padding
     offsets   ``codes``, ``scales``, ``minima``, ``zeros``, ``sums`` and ``bias`` (float32
               [n_padded]): absolute bytes from the file's start, or None where there is none
-    group     columns of an activation scale; k_padded for int8_row, 0 for bf16 and f32
+    group     columns of one sum (`Layout.group`); 0 for bf16 and f32
     hadamard  width of the rotation of the columns; 1 means none
     exact     whether the source's values are kept bit for bit; rel_error is the Frobenius norm of
               the difference over that of the source

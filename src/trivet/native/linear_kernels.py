@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trivet.config import Scheme
 from trivet.native import _core
 from trivet.native.packing import SCHEME_VALUES, Layout, PackedWeight, WeightKind
 from trivet.native.weights import hadamard_width
@@ -23,7 +24,8 @@ class Activations:
     """Rows in the form a weight layout asks for; codes are padded to its k_padded.
 
     codes   uint16 (bf16 bits) or int8 [R, k_padded]
-    scales  float32 [R, G], integer formats only        sums  int32 [R, G], sums of codes
+    scales  float32 [R, G], int8 only; beside bf16 the sums of groups where the weight has minima
+    sums    int32 [R, G], sums of codes, int8 only
     """
 
     codes: NDArray[Any]
@@ -37,10 +39,14 @@ def quantize(
     """Activations x float32 [R, K] for a weight of the given layout. ``core``: module to call."""
     rows = x.shape[0]
     x = np.ascontiguousarray(x, np.float32)
-    if layout.kind is WeightKind.BF16:
+    if layout.kind in (WeightKind.BF16, WeightKind.INT4_BF16):
         bits = np.empty((rows, layout.k_padded), np.uint16)
         core.kernel_quantize_bf16(level, x, bits)
-        return Activations(bits)
+        if layout.format.scheme is not Scheme.MIN:
+            return Activations(bits)
+        group_sums = np.empty((rows, layout.num_groups), np.float32)
+        core.kernel_group_sums(bits, layout.group, group_sums)
+        return Activations(bits, group_sums)
     codes = np.empty((rows, layout.k_padded), np.int8)
     scales = np.empty((rows, layout.num_groups), np.float32)
     sums = np.empty((rows, layout.num_groups), np.int32)

@@ -39,11 +39,14 @@ class WeightKind(enum.IntEnum):
     INT8_GROUP = 2
     INT4_GROUP = 3
     INT4_ROW = 4
+    INT4_BF16 = 5
 
     @classmethod
     def of(cls, format: WeightFormat) -> WeightKind:
         if format.bits == 16:
             return cls.BF16
+        if format.bits == 4 and format.activation_bits == 16:
+            return cls.INT4_BF16
         if format.bits == 4:
             return cls.INT4_ROW if format.group_size is None else cls.INT4_GROUP
         return cls.INT8_ROW if format.group_size is None else cls.INT8_GROUP
@@ -93,14 +96,14 @@ class Layout:
 
     @property
     def group(self) -> int:
-        """Columns of one activation scale, and of one scale of the weight unless that is the row's."""
+        """Columns of one sum: of a scale of the weight, or fewer where that is the row's."""
         if self.kind is WeightKind.INT4_ROW:
             return ROW_ACTIVATION_GROUP
         return self.format.group_size or self.k_padded
 
     @property
     def num_groups(self) -> int:
-        """Activation scales of one row."""
+        """Sums of one row and channel."""
         return -(-self.k // self.group)
 
     @property
@@ -117,6 +120,7 @@ class Layout:
             WeightKind.INT8_GROUP: (np.int8, (blocks, k // 4, CHANNELS, 4)),
             WeightKind.INT4_GROUP: (np.uint8, (blocks, k // 32, 4, CHANNELS, 4)),
             WeightKind.INT4_ROW: (np.uint8, (blocks, k // 32, 4, CHANNELS, 4)),
+            WeightKind.INT4_BF16: (np.uint8, (blocks, k // 32, 4, CHANNELS, 4)),
         }
         dtype, shape = codes[self.kind]
         parts = {"codes": (np.dtype(dtype), shape)}

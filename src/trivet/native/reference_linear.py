@@ -233,6 +233,27 @@ def _group_product(x: QuantizedRows, weight: WeightTensor) -> Float32:
     return acc
 
 
+def _bf16_group_product(x: NDArray[np.uint16], weight: WeightTensor) -> Float32:
+    """bf16 bits x [R, K]: a bf16 product per group with the codes less their offset, scaled once."""
+    group, k = weight.format.group_size or weight.shape[1], weight.shape[1]
+    assert weight.scales is not None
+    scales = weight.scales.astype(np.float32)
+    acc = np.zeros((x.shape[0], weight.shape[0]), np.float32)
+    for g in range(weight.num_groups):
+        columns = slice(g * group, min(k, (g + 1) * group))
+        codes = weight.codes[:, columns].astype(np.float32)
+        if weight.zeros is not None:
+            codes = codes - weight.zeros[:, g : g + 1].astype(np.float32)
+        elif weight.minima is None:
+            codes = codes - np.float32(8.0)
+        acc = fma32(bf16_product(x[:, columns], to_bf16(codes)), scales[None, :, g], acc)
+        if weight.minima is not None:
+            ones = to_bf16(np.ones((1, codes.shape[1]), np.float32))
+            sum_x = bf16_product(x[:, columns], ones)
+            acc = fma32(sum_x, weight.minima.astype(np.float32)[None, :, g], acc)
+    return acc
+
+
 def linear(
     x: Float32, weight: WeightTensor, bias: Float32 | None = None, residual: Float32 | None = None
 ) -> Float32:
@@ -242,6 +263,8 @@ def linear(
     """
     if weight.format.bits == 16:
         y = bf16_product(to_bf16(x), weight.codes.astype(np.uint16))
+    elif weight.format.bits == 4 and weight.format.activation_bits == 16:
+        y = _bf16_group_product(to_bf16(x), weight)
     elif weight.format.is_rotated:
         assert weight.scales is not None
         rows = quantize_row(x)

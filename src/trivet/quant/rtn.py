@@ -150,6 +150,8 @@ def convert(source: SourceTensor, target: WeightFormat) -> Converted:
     if isinstance(source, WeightTensor):
         if source.format == target:
             return _without_extreme_codes(source)
+        if dataclasses.replace(source.format, activation_bits=target.activation_bits) == target:
+            return Converted(dataclasses.replace(source, format=target))
         widened = _widened(source, target)
         if widened is not None:
             return widened
