@@ -29,7 +29,7 @@ $(VENV)/.installed: $(VENV)/.created $(SOURCES) constraints.txt
 
 $(VENV)/.tests: $(VENV)/.installed
 	$(PIP) install -c constraints.txt torch==2.13.0
-	$(PIP) install -c constraints.txt pytest pytest-timeout hypothesis openai transformers ruff mypy clang-format
+	$(PIP) install -c constraints.txt pytest pytest-timeout hypothesis gguf safetensors openai transformers ruff mypy clang-format
 	@touch $@
 
 # lm-eval's client has an environment of its own: no pip in it, nothing but what the client imports.

@@ -1,4 +1,4 @@
-"""What modules export is listed, sorted and there; the version is one number everywhere."""
+"""What modules export is listed, sorted and there; one version everywhere; no idle dependency."""
 
 from __future__ import annotations
 
@@ -83,3 +83,11 @@ def test_version_is_the_same_everywhere() -> None:
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
     headings = re.findall(r"^## (\S+)", (PROJECT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert trivet.__version__ == project["version"] == headings[0]
+
+
+def test_every_dependency_is_imported() -> None:
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
+    imported = set(re.findall(r"^ *(?:import|from) (\w+)", sources, re.MULTILINE))
+    names = {re.split(r"\W", name.replace("-", "_"))[0] for name in project["dependencies"]}
+    assert names <= imported
