@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import re
 import subprocess
 import sys
 import time
@@ -115,6 +117,25 @@ def test_a_flag_of_another_engine_gets_the_right_one(
     assert hint in line
 
 
+@pytest.mark.parametrize(
+    ("words", "meant"), [(["serv"], "'serve'"), (["bench", "engin", "demo"], "'engine'")]
+)
+def test_a_misspelt_verb_gets_a_suggestion(
+    words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("trivet: No such command")
+    assert meant in line
+
+
+def test_a_hint_needs_a_flag_that_the_verb_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "demo", "--seed", "3"]) == 2
+    assert "The seed belongs to a request" in capsys.readouterr().err
+    assert main(["generate", "demo", "--seed"]) == 2
+    assert "The seed belongs to a request" not in capsys.readouterr().err
+
+
 def test_a_misspelt_flag_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "demo", "--max-token", "3"]) == 2
     [line] = capsys.readouterr().err.splitlines()
@@ -142,6 +163,48 @@ def test_standard_output_may_be_closed(tiny_model: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_standard_output_may_end_early() -> None:
+    for words in (["--help"], ["info"]):
+        reader, writer = os.pipe()
+        os.close(reader)
+        command = [sys.executable, "-m", "trivet", *words]
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+        os.close(writer)
+        assert (done.returncode, done.stderr) == (141, ""), words
+
+
+def test_an_interrupt_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trivet.sizing.machine_memory", interrupted)
+    assert main(["info"]) == 130
+    assert capsys.readouterr().err == "trivet: interrupted\n"
+
+
+def test_help_says_defaults_and_what_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    def help_of(*words: str) -> str:
+        assert main([*words, "--help"]) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    serve = help_of("serve")
+    assert "Usage: trivet serve [OPTIONS] MODEL" in serve
+    assert "Arguments: MODEL Folder in Hugging Face layout" in serve
+    assert "the word demo. [required]" in serve
+    assert "--port P Port; 0 picks a free one. [default: 8000]" in serve
+    assert "--draft D Speculation: off or ngram. [default: off]" in serve
+    assert "--draft-tokens, --num-speculative-tokens K Most draft tokens" in serve
+    assert "[env var: TRIVET_API_KEY]" in serve
+    assert "begin alike. [default: prefix-cache]" in serve
+    assert "--json One JSON object as the last line of standard output. --help" in serve
+    assert "Usage: trivet info [OPTIONS] [MODEL]" in help_of("info")
+    assert "-o, --out OUT Folder for the report and the recipe. [required]" in help_of("ladder")
+    assert main(["--help"]) == 0
+    assert tuple(re.findall(r"^  ([a-z]+) ", capsys.readouterr().out, re.MULTILINE)) == VERBS
+
+
 def test_the_program_itself(tmp_path: Path) -> None:
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "trivet", *words]
@@ -163,14 +226,17 @@ def test_the_program_itself(tmp_path: Path) -> None:
 def test_version_imports_nothing_heavy() -> None:
     code = (
         "import sys; from trivet.cli import main; main(['--version']); "
-        "assert not {'numpy', 'typer', 'rich'} & set(sys.modules), 'heavy imports'"
+        "assert not {'numpy', 'click', 'rich'} & set(sys.modules), 'heavy imports'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
 
 
 @pytest.mark.parametrize("words", [["--help"], *([verb, "--help"] for verb in VERBS)], ids=" ".join)
 def test_help_imports_nothing_heavy(words: list[str]) -> None:
-    heavy = {"numpy", "matplotlib", "tokenizers", "starlette", "uvicorn", "rich", "jinja2", "torch"}
+    heavy = {
+        "numpy", "matplotlib", "tokenizers", "starlette", "uvicorn", "rich", "jinja2", "torch",
+        "typer", "pydantic",
+    }  # fmt: skip
     code = (
         f"import sys; from trivet.cli import main; main({words!r}); "
         f"found = {heavy!r} & set(sys.modules); assert not found, found"

@@ -84,10 +84,10 @@ NOWHERE = frozenset(
     (
         "matplotlib", "rich", "jinja2", "transformers", "torch", "huggingface_hub", "gguf",
         "safetensors", "httpx", "psutil", "trivet.bench", "trivet.evaluate", "trivet.llm",
-        "trivet.speculate", "trivet.quant.pack", "trivet.cli.output",
+        "trivet.speculate", "trivet.quant.pack", "trivet.cli.output", "typer", "pydantic",
     )
 )  # fmt: skip
-ONCE = ("numpy", "trivet.native", "trivet.quant", "typer", "starlette", "tokenizers")
+ONCE = ("numpy", "trivet.native", "trivet.quant", "click", "starlette", "tokenizers")
 
 
 def test_a_start_imports_what_it_needs_and_nothing_twice(tiny_model: Path) -> None:

@@ -12,7 +12,7 @@ from trivet.worker.load import load_engine
 # Packages that a worker has no use for, and trivet's own parts that belong to somebody else.
 FOREIGN = frozenset(
     (
-        "asyncio", "uvloop", "uvicorn", "starlette", "anyio", "h11", "httpx", "typer",
+        "asyncio", "uvloop", "uvicorn", "starlette", "anyio", "h11", "httpx", "pydantic", "typer",
         "click", "rich", "jinja2", "tokenizers", "transformers", "torch", "huggingface_hub", "gguf",
         "safetensors", "matplotlib", "prometheus_client", "psutil", "trivet.bench", "trivet.cli",
         "trivet.evaluate", "trivet.gateway", "trivet.llm", "trivet.speculate", "trivet.text",

@@ -8,8 +8,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-import typer
+import click
 
+from trivet.cli.commands import Group
 from trivet.cli.hints import hint_for
 from trivet.errors import EngineError, RequestError, TrivetError
 
@@ -24,44 +25,40 @@ VERBS = (
     "bench",
 )  # as help lists them
 
-# typer carries its own copy of click in some versions; its exceptions are found through BadParameter.
-_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-_ClickException: type[Exception] = typer.BadParameter.__mro__[2]
+
+class _Program(Group):
+    """The verbs, each imported when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in VERBS:
+            return None
+        verb: click.Command = getattr(importlib.import_module(f"trivet.cli.{cmd_name}"), cmd_name)
+        return verb
 
 
-def _version(value: bool) -> None:
+def _version(context: click.Context, param: click.Parameter, value: bool) -> None:
     if value:
         from trivet import __version__
 
-        typer.echo(f"trivet {__version__}")
-        raise typer.Exit
+        click.echo(f"trivet {__version__}")
+        context.exit()
 
 
-def _root(
-    version: bool = typer.Option(
-        False, "--version", "-V", callback=_version, is_eager=True, help="Print the version."
-    ),
-) -> None:
+@click.group(cls=_Program, context_settings={"show_default": True})
+@click.option(
+    "--version",
+    "-V",
+    is_flag=True,
+    callback=_version,
+    is_eager=True,
+    expose_value=False,
+    help="Print the version.",
+)
+def _program() -> None:
     """Makes large language models run faster, and proves it."""
-
-
-def _app(words: Sequence[str]) -> typer.Typer:
-    """The command line with the verb that ``words`` ask for, or, if they name none, with all."""
-    app = typer.Typer(
-        name="trivet",
-        help="Makes large language models run faster, and proves it.",
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        rich_markup_mode=None,
-    )
-    app.callback()(_root)
-    for verb in words[:1] if words and words[0] in VERBS else VERBS:
-        module = importlib.import_module(f"trivet.cli.{verb}")
-        if hasattr(module, "app"):
-            app.add_typer(module.app, name=verb)
-        else:
-            app.command(verb)(getattr(module, verb))
-    return app
 
 
 def run(words: Sequence[str], obj: object = None) -> int:
@@ -74,22 +71,17 @@ def run(words: Sequence[str], obj: object = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # text of a model on a terminal that lacks letters
     try:
-        app = _app(words)
-        result = app(
-            args=list(words) or ["--help"], prog_name="trivet", standalone_mode=False, obj=obj
-        )
+        result = _invoke(list(words) or ["--help"], obj)
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        return _fail("interrupted", 130)
-    except typer.Abort:
+    except (KeyboardInterrupt, click.Abort):
         return _fail("interrupted", 130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except _UsageError as error:
+    except click.UsageError as error:
         return _fail(_usage_line(error), 2)
-    except _ClickException as error:
-        return _fail(str(error), 2)
+    except click.ClickException as error:
+        return _fail(error.format_message(), 2)
     except EngineError as error:
         return _fail(str(error), 1)
     except RequestError as error:
@@ -105,10 +97,18 @@ def run(words: Sequence[str], obj: object = None) -> int:
     return result if isinstance(result, int) else 0
 
 
-def _usage_line(error: Exception) -> str:
-    message = str(getattr(error, "format_message", error.__str__)())
-    option = getattr(error, "option_name", None)
-    hint = hint_for(option) if option else None
+def _invoke(words: list[str], obj: object) -> object:
+    """What the verb returns; not through click's ``main``, which has exit codes of its own."""
+    try:
+        with _program.make_context("trivet", words, obj=obj) as context:
+            return _program.invoke(context)
+    except click.exceptions.Exit as error:  # after help and version
+        return error.exit_code
+
+
+def _usage_line(error: click.UsageError) -> str:
+    message = error.format_message()
+    hint = hint_for(error.option_name) if isinstance(error, click.NoSuchOption) else None
     return f"{message} {hint}" if hint else message
 
 

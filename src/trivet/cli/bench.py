@@ -3,70 +3,74 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 
 from trivet.cli import options
+from trivet.cli.commands import Command, Group
 from trivet.cli.output import Output, number
 
-app = typer.Typer(help="Measure speed.", rich_markup_mode=None)
 
-
-@app.callback()
-def _bench() -> None:
+@click.group(cls=Group)
+def bench() -> None:
     """Measure speed."""
 
 
-@app.command("engine")
+@bench.command("engine", cls=Command)
+@options.model
+@options.weights
+@options.kv
+@click.option("--batch", metavar="B", default=1, help="Requests at the same time.")
+@click.option(
+    "--prompt-tokens", metavar="P", default=128, help="Tokens of each prompt, of natural text."
+)
+@click.option("--output-tokens", metavar="N", default=128, help="Tokens produced each.")
+@click.option("--repeat", metavar="R", default=5, help="Runs; medians are reported.")
+@click.option(
+    "--prompts",
+    metavar="FILE",
+    type=options.PATH,
+    help="JSONL with prompt, messages or turns, instead of --prompt-tokens; requests then stop at the "
+    "end token.",
+)
+@options.draft
+@click.option(
+    "--draft-tokens",
+    "--num-speculative-tokens",
+    metavar="K",
+    help="Most draft tokens of a request in one step; auto: up to 8, as they pay.",
+)
+@click.option("--temperature", metavar="T", default=0.0)
+@click.option("--seed", metavar="S", default=0)
+@click.option(
+    "--rows", metavar="N,N,...", help="Step time of n rows of one request over one row's."
+)
+@options.threads
+@options.max_model_len
+@click.option(
+    "--max-num-seqs", metavar="N", type=int, help="Requests that run at once.  [default: B]"
+)
+@options.max_step_tokens
+@options.max_prefill_chunk
+@options.memory_utilization
+@options.kv_bytes
+@options.json
+@click.pass_context
 def engine(
-    context: typer.Context,
-    model: options.ModelArgument,
-    weights: options.Weights = None,
-    kv: options.KV = None,
-    batch: Annotated[int, typer.Option(metavar="B", help="Requests at the same time.")] = 1,
-    prompt_tokens: Annotated[
-        int, typer.Option(metavar="P", help="Tokens of each prompt, of natural text.")
-    ] = 128,
-    output_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens produced each.")] = 128,
-    repeat: Annotated[int, typer.Option(metavar="R", help="Runs; medians are reported.")] = 5,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="JSONL with prompt, messages or turns, instead of --prompt-tokens; requests then "
-            "stop at the end token.",
-        ),
-    ] = None,
-    draft: options.Draft = None,
-    draft_tokens: Annotated[
-        str | None,
-        typer.Option(
-            "--draft-tokens",
-            "--num-speculative-tokens",
-            metavar="K",
-            help="Most draft tokens of a request in one step; auto: up to 8, as they pay.",
-        ),
-    ] = None,
-    temperature: Annotated[float, typer.Option(metavar="T")] = 0.0,
-    seed: Annotated[int, typer.Option(metavar="S")] = 0,
-    rows: Annotated[
-        str | None,
-        typer.Option(metavar="N,N,...", help="Step time of n rows of one request over one row's."),
-    ] = None,
-    threads: options.Threads = None,
-    max_model_len: options.MaxModelLen = None,
-    max_num_seqs: Annotated[
-        int | None,
-        typer.Option(
-            "--max-num-seqs", metavar="N", help="Requests that run at once.  [default: B]"
-        ),
-    ] = None,
-    max_step_tokens: options.MaxStepTokens = None,
-    max_prefill_chunk: options.MaxPrefillChunk = None,
-    memory_utilization: options.MemoryUtilization = None,
-    kv_bytes: options.KVBytes = None,
-    json: options.Json = False,
+    context: click.Context,
+    /,
+    batch: int,
+    prompt_tokens: int,
+    output_tokens: int,
+    repeat: int,
+    prompts: Path | None,
+    draft_tokens: str | None,
+    temperature: float,
+    seed: int,
+    rows: str | None,
+    json: bool,
+    **others: object,
 ) -> int:
     """Measure one configuration alone on the machine: medians over --repeat runs."""
     from trivet.bench.engine import AUTO_DRAFT_TOKENS, EngineBench, bench_engine
@@ -92,7 +96,7 @@ def engine(
         raise ConfigError("draft", chosen["draft"], "off, ngram")
     if chosen.get("max_prefill_chunk") == 0:
         chosen["max_prefill_chunk"] = None
-    bench = EngineBench(
+    asked = EngineBench(
         batch=batch,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
@@ -105,7 +109,7 @@ def engine(
     )
     out = Output(json)
     with out.progress("bench engine", 1.0, at_once=True) as bar:
-        result = bench_engine(config, bench, loading=bar.loading, progress=bar.advance)
+        result = bench_engine(config, asked, loading=bar.loading, progress=bar.advance)
     spread = result["spread"]
     rates = [
         ("decode", "decode_tok_s", "tok/s"),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
 from trivet.cli import options
+from trivet.cli.commands import Command
 from trivet.cli.generate import output_json
 from trivet.cli.inputs import read_stdin
 from trivet.cli.output import Output
@@ -17,28 +18,28 @@ if TYPE_CHECKING:
     from trivet.request import SamplingParams
 
 
-def chat(
-    context: typer.Context,
-    model: options.ModelArgument,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
-    max_tokens: options.MaxTokens = 512,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 1.0,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    seed: options.Seed = None,
-    weights: options.Weights = None,
-    kv: options.KV = None,
-    draft: options.Draft = None,
-    draft_tokens: options.DraftTokens = None,
-    threads: options.Threads = None,
-    max_model_len: options.MaxModelLen = None,
-    max_num_seqs: options.OneSeq = 1,
-    memory_utilization: options.MemoryUtilization = None,
-    kv_bytes: options.KVBytes = None,
-    json: options.Json = False,
-) -> int:
+@click.command(cls=Command)
+@options.model
+@click.option("--system", metavar="TEXT", help="System message.")
+@options.max_tokens(512)
+@options.temperature
+@options.top_k
+@options.top_p
+@options.min_p
+@options.repetition_penalty
+@options.seed
+@options.weights
+@options.kv
+@options.draft
+@options.draft_tokens
+@options.threads
+@options.max_model_len
+@options.one_seq
+@options.memory_utilization
+@options.kv_bytes
+@options.json
+@click.pass_context
+def chat(context: click.Context, /, system: str | None, json: bool, **others: object) -> int:
     """Talk to a model; with input from a pipe, answer it as one message.
 
     Type /reset to begin again and /exit (or Ctrl-D) to leave.
@@ -62,7 +63,7 @@ def chat(
             messages.append({"role": "user", "content": piped})
             answer, output = _answer(llm, messages, params)
             if output is None:
-                raise typer.Abort
+                raise click.Abort
             messages.append({"role": "assistant", "content": answer})
             out.result({**output_json(output), "messages": messages})
             return 0

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
 from trivet.cli import options
+from trivet.cli.commands import Argument, Command
 from trivet.cli.output import Output, number
 
 if TYPE_CHECKING:
@@ -15,105 +16,118 @@ if TYPE_CHECKING:
     from trivet.evaluate import Evaluation, GateOptions
 
 
+@click.command(cls=Command)
+@click.argument(
+    "model",
+    cls=Argument,
+    metavar="MODEL|URL",
+    help="Folder in Hugging Face layout, .gguf file, hub id, recipe (.toml), or the word demo; or the "
+    "URL of a server, #NAME after it when it has several models.",
+)
+@options.weights
+@options.kv
+@click.option(
+    "--baseline",
+    metavar="MODEL2|URL2",
+    help="Compare with this one; a URL when the model is one.  [default: MODEL]",
+)
+@click.option(
+    "--baseline-weights",
+    metavar="F2",
+    help="Weight format of the baseline.  [default: bf16]",
+)
+@click.option("--baseline-kv", metavar="K2", help="KV format of the baseline.  [default: bf16]")
+@options.several(
+    "--corpus",
+    metavar="FILE",
+    type=options.PATH,
+    help="Text file; once for each.  [default: pydoc-topics and stdlib-source]",
+)
+@click.option(
+    "--max-tokens",
+    metavar="M",
+    type=int,
+    help="Tokens scored of each corpus.  [default: 8192, in a fast gate 1280]",
+)
+@click.option("--context", metavar="N", default=1024, help="Tokens of one window.")
+@click.option(
+    "--stride", metavar="N", type=int, help="Tokens between windows.  [default: the context]"
+)
+@click.option(
+    "--gate",
+    metavar="G",
+    help="fast or full: may the model take the baseline's place? Exit 0 only on pass.",
+)
+@options.several(
+    "--task",
+    metavar="KIND",
+    help="Kind of task that may block: chat, summary, classification, knowledge, maths, code, sql, "
+    "structured-output, long-context; once for each.  [default: all]",
+)
+@click.option(
+    "--tasks",
+    metavar="DIR",
+    type=options.PATH,
+    help="Folder of task files (.jsonl).  [default: built in]",
+)
+@click.option(
+    "--budget",
+    metavar="SECONDS",
+    type=float,
+    help="Time for the gate; its checks are sized to it.",
+)
+@click.option("--seed", metavar="S", default=0, help="Seed of drawn items and of intervals.")
+@click.option(
+    "--output",
+    "-o",
+    metavar="DIR",
+    type=options.PATH,
+    help="Write gate.json and the report (HTML) here.",
+)
+@click.option(
+    "--ledger",
+    metavar="FILE",
+    type=options.PATH,
+    help="Ledger of gates (JSONL).  [default: trivet/gates.jsonl of the state folder]",
+)
+@click.option(
+    "--api-key",
+    metavar="K",
+    envvar="TRIVET_API_KEY",
+    show_envvar=True,
+    help="Bearer key for models behind URLs.",
+)
+@click.option(
+    "--sensitivity",
+    is_flag=True,
+    help="Quantize one weight at a time: which layer hurts the baseline?",
+)
+@options.threads
+@options.max_model_len
+@options.json
 def evaluate(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL|URL",
-            help="Folder in Hugging Face layout, .gguf file, hub id, recipe (.toml), or the word "
-            "demo; or the URL of a server, #NAME after it when it has several models.",
-            show_default=False,
-        ),
-    ],
-    weights: options.Weights = None,
-    kv: options.KV = None,
-    baseline: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL2|URL2",
-            help="Compare with this one; a URL when the model is one.  [default: MODEL]",
-        ),
-    ] = None,
-    baseline_weights: Annotated[
-        str | None,
-        typer.Option(metavar="F2", help="Weight format of the baseline.  [default: bf16]"),
-    ] = None,
-    baseline_kv: Annotated[
-        str | None, typer.Option(metavar="K2", help="KV format of the baseline.  [default: bf16]")
-    ] = None,
-    corpus: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE",
-            help="Text file; once for each.  [default: pydoc-topics and stdlib-source]",
-        ),
-    ] = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            metavar="M",
-            help="Tokens scored of each corpus.  [default: 8192, in a fast gate 1280]",
-        ),
-    ] = None,
-    context: Annotated[int, typer.Option(metavar="N", help="Tokens of one window.")] = 1024,
-    stride: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Tokens between windows.  [default: the context]"),
-    ] = None,
-    gate: Annotated[
-        str | None,
-        typer.Option(
-            metavar="G",
-            help="fast or full: may the model take the baseline's place? Exit 0 only on pass.",
-        ),
-    ] = None,
-    task: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KIND",
-            help="Kind of task that may block: chat, summary, classification, knowledge, maths, "
-            "code, sql, structured-output, long-context; once for each.  [default: all]",
-        ),
-    ] = None,
-    tasks: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Folder of task files (.jsonl).  [default: built in]"),
-    ] = None,
-    budget: Annotated[
-        float | None,
-        typer.Option(metavar="SECONDS", help="Time for the gate; its checks are sized to it."),
-    ] = None,
-    seed: Annotated[
-        int, typer.Option(metavar="S", help="Seed of drawn items and of intervals.")
-    ] = 0,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", metavar="DIR", help="Write gate.json and the report (HTML) here."
-        ),
-    ] = None,
-    ledger: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Ledger of gates (JSONL).  [default: trivet/gates.jsonl of the state folder]",
-        ),
-    ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            metavar="K", envvar="TRIVET_API_KEY", help="Bearer key for models behind URLs."
-        ),
-    ] = None,
-    sensitivity: Annotated[
-        bool,
-        typer.Option(
-            "--sensitivity", help="Quantize one weight at a time: which layer hurts the baseline?"
-        ),
-    ] = False,
-    threads: options.Threads = None,
-    max_model_len: options.MaxModelLen = None,
-    json: options.Json = False,
+    model: str,
+    weights: str | None,
+    kv: str | None,
+    baseline: str | None,
+    baseline_weights: str | None,
+    baseline_kv: str | None,
+    corpus: list[Path] | None,
+    max_tokens: int | None,
+    context: int,
+    stride: int | None,
+    gate: str | None,
+    task: list[str] | None,
+    tasks: Path | None,
+    budget: float | None,
+    seed: int,
+    output: Path | None,
+    ledger: Path | None,
+    api_key: str | None,
+    sensitivity: bool,
+    threads: int | None,
+    max_model_len: int | None,
+    json: bool,
 ) -> int:
     """Measure perplexity and the distance from a baseline; with --gate, say whether it may serve.
 

@@ -4,51 +4,61 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 
 from trivet.cli import options
+from trivet.cli.commands import Command
 from trivet.cli.inputs import read_text
 from trivet.cli.output import Output
 
 
+@click.command(cls=Command)
+@options.model
+@click.option("--prompt", metavar="TEXT", help="Raw text to continue.")
+@click.option(
+    "--prompt-file",
+    metavar="F",
+    type=options.PATH,
+    help="File with raw text to continue; - for stdin.",
+)
+@click.option("--chat", metavar="TEXT", help="A user's message, put in the chat template.")
+@options.max_tokens(128)
+@options.temperature
+@options.top_k
+@options.top_p
+@options.min_p
+@options.repetition_penalty
+@options.presence_penalty
+@options.frequency_penalty
+@options.seed
+@options.stop
+@options.ignore_eos
+@click.option(
+    "--logprobs", metavar="K", type=int, help="With --json: the K most likely of each token."
+)
+@options.weights
+@options.kv
+@options.draft
+@options.draft_tokens
+@options.threads
+@options.max_model_len
+@options.one_seq
+@options.memory_utilization
+@options.kv_bytes
+@options.json
+@click.pass_context
 def generate(
-    context: typer.Context,
-    model: options.ModelArgument,
-    prompt: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Raw text to continue.")
-    ] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option(metavar="F", help="File with raw text to continue; - for stdin.")
-    ] = None,
-    chat: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="A user's message, put in the chat template.")
-    ] = None,
-    max_tokens: options.MaxTokens = 128,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 1.0,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    presence_penalty: options.PresencePenalty = 0.0,
-    frequency_penalty: options.FrequencyPenalty = 0.0,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    ignore_eos: options.IgnoreEos = False,
-    logprobs: Annotated[
-        int | None, typer.Option(metavar="K", help="With --json: the K most likely of each token.")
-    ] = None,
-    weights: options.Weights = None,
-    kv: options.KV = None,
-    draft: options.Draft = None,
-    draft_tokens: options.DraftTokens = None,
-    threads: options.Threads = None,
-    max_model_len: options.MaxModelLen = None,
-    max_num_seqs: options.OneSeq = 1,
-    memory_utilization: options.MemoryUtilization = None,
-    kv_bytes: options.KVBytes = None,
-    json: options.Json = False,
+    context: click.Context,
+    /,
+    prompt: str | None,
+    prompt_file: Path | None,
+    chat: str | None,
+    max_tokens: int,
+    stop: list[str] | None,
+    json: bool,
+    **others: object,
 ) -> int:
     """Complete one prompt and print the text."""
     from trivet.errors import ConfigError

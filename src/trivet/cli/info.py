@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
 from trivet.cli import options
+from trivet.cli.commands import Argument, Command
 from trivet.cli.output import Output, number
 
 if TYPE_CHECKING:
@@ -16,29 +17,35 @@ if TYPE_CHECKING:
     from trivet.loader import LoadedModel
 
 
+@click.command(cls=Command)
+@click.argument(
+    "model", cls=Argument, metavar="[MODEL]", required=False, help="Without it: the machine."
+)
+@options.weights
+@options.kv
+@options.threads
+@options.max_model_len
+@options.max_num_seqs
+@options.memory_utilization
+@options.kv_bytes
+@click.option(
+    "--roofline",
+    is_flag=True,
+    help="Measure memory bandwidth, matrix rate of every level and the cost of handing work to "
+    "threads; measured once and kept in the user's cache folder.",
+)
+@click.option("--fresh", is_flag=True, help="With --roofline: measure again.")
+@options.json
+@click.pass_context
 def info(
-    context: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Argument(metavar="[MODEL]", help="Without it: the machine.", show_default=False),
-    ] = None,
-    weights: options.Weights = None,
-    kv: options.KV = None,
-    threads: options.Threads = None,
-    max_model_len: options.MaxModelLen = None,
-    max_num_seqs: options.MaxNumSeqs = None,
-    memory_utilization: options.MemoryUtilization = None,
-    kv_bytes: options.KVBytes = None,
-    roofline: Annotated[
-        bool,
-        typer.Option(
-            "--roofline",
-            help="Measure memory bandwidth, matrix rate of every level and the cost of handing work "
-            "to threads; measured once and kept in the user's cache folder.",
-        ),
-    ] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="With --roofline: measure again.")] = False,
-    json: options.Json = False,
+    context: click.Context,
+    /,
+    model: str | None,
+    threads: int | None,
+    roofline: bool,
+    fresh: bool,
+    json: bool,
+    **others: object,
 ) -> int:
     """Describe a model, or the machine."""
     from trivet import __version__

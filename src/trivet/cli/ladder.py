@@ -4,55 +4,66 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
 from trivet.cli import options
+from trivet.cli.commands import Command
 from trivet.cli.output import Output, number
 
 if TYPE_CHECKING:
     from trivet.bench.rung import Rung
 
 
+@click.command(cls=Command)
+@options.model
+@click.option(
+    "-o",
+    "--out",
+    "out_folder",
+    metavar="OUT",
+    type=options.PATH,
+    required=True,
+    help="Folder for the report and the recipe.",
+)
+@click.option(
+    "--rungs",
+    metavar="LIST",
+    help="Out of bf16,w8a8,w4,int8-kv,ngram,chunked-prefill.  [default: all]",
+)
+@click.option(
+    "--gate", metavar="G", default="fast", help="fast, full, or off: quality is not measured."
+)
+@click.option(
+    "--budget",
+    metavar="SECONDS",
+    default=600.0,
+    help="Time for all rungs; packing comes on top.",
+)
+@options.several(
+    "--corpus",
+    metavar="FILE",
+    help="Text file; once for each.  [default: pydoc-topics and stdlib-source]",
+)
+@click.option(
+    "--max-tokens",
+    metavar="M",
+    type=int,
+    help="Tokens scored of each corpus.  [default: by budget]",
+)
+@options.threads
+@options.json
 def ladder(
-    model: options.ModelArgument,
-    out_folder: Annotated[
-        Path,
-        typer.Option(
-            "-o",
-            "--out",
-            metavar="OUT",
-            help="Folder for the report and the recipe.",
-            show_default=False,
-        ),
-    ],
-    rungs: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LIST",
-            help="Out of bf16,w8a8,w4,int8-kv,ngram,chunked-prefill.  [default: all]",
-        ),
-    ] = None,
-    gate: Annotated[
-        str, typer.Option(metavar="G", help="fast, full, or off: quality is not measured.")
-    ] = "fast",
-    budget: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Time for all rungs; packing comes on top.")
-    ] = 600.0,
-    corpus: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FILE",
-            help="Text file; once for each.  [default: pydoc-topics and stdlib-source]",
-        ),
-    ] = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(metavar="M", help="Tokens scored of each corpus.  [default: by budget]"),
-    ] = None,
-    threads: options.Threads = None,
-    json: options.Json = False,
+    model: str,
+    out_folder: Path,
+    rungs: str | None,
+    gate: str,
+    budget: float,
+    corpus: list[str] | None,
+    max_tokens: int | None,
+    threads: int | None,
+    json: bool,
 ) -> int:
     """Make a model faster, rung by rung, with quality beside speed.
 

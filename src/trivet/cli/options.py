@@ -3,132 +3,131 @@
 A default of None means: the recipe's value when MODEL is a recipe, else the verb's default, which the
 help names. Second names of an option are vLLM's.
 
-A verb names its options in its signature, where typer looks for them; what it hands on as a whole, the
-settings and the sampling parameters, it takes from typer's context through `settings_of` and
-`sampling_of`, so that the names stand once.
+A verb lists its options as decorators, in the order of its help; where they differ between verbs in
+their default, that is an argument. What a verb hands on as a whole, the settings and the sampling
+parameters, it takes from click's context through `settings_of` and `sampling_of`; its signature names
+what it reads itself and collects the others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import typer
+import click
+
+from trivet.cli.commands import Argument
 
 if TYPE_CHECKING:
     from trivet.request import SamplingParams
 
-ModelArgument = Annotated[
-    str,
-    typer.Argument(
+_Decorated = TypeVar("_Decorated", bound=Callable[..., Any] | click.Command)
+
+
+def _listed(context: click.Context, param: click.Parameter, value: tuple[Any, ...]) -> Any:
+    return list(value) or None
+
+
+def several(*names: str, **attrs: Any) -> Callable[[_Decorated], _Decorated]:
+    """An option that may be given several times: the list of its values, or None."""
+    return click.option(*names, multiple=True, callback=_listed, **attrs)
+
+
+PATH = click.Path(path_type=Path)
+
+
+def model(verb: _Decorated) -> _Decorated:
+    """The argument MODEL. (Before 8.1.4, a decorator of click with a class works only once.)"""
+    return click.argument(
+        "model",
+        cls=Argument,
         metavar="MODEL",
         help="Folder in Hugging Face layout, .gguf file, hub id, recipe (.toml), or the word demo.",
-        show_default=False,
-    ),
-]
-Weights = Annotated[
-    str | None,
-    typer.Option(
-        "--weights",
-        metavar="F",
-        help="bf16, w8a8, w8a8-gN, w4a8-gN, w4a8-row, with -zp or -min at the end of the last two (N: "
-        "16, 32, 64, 128), w4a16 in place of w4a8 for bf16 activations, or auto: the file's own grid."
-        "  [default: auto]",
-    ),
-]
-KV = Annotated[
-    str | None,
-    typer.Option(
-        "--kv",
-        "--kv-cache-dtype",
-        metavar="K",
-        help="bf16, int8, fp8 or int4; with +first at the end the first token stays in bf16.  "
-        "[default: bf16]",
-    ),
-]
-Threads = Annotated[
-    int | None,
-    typer.Option("--threads", metavar="T", help="[default: the cgroup's quota and affinity]"),
-]
-MaxModelLen = Annotated[
-    int | None,
-    typer.Option(
-        "--max-model-len",
-        metavar="N",
-        help="Tokens of one request, prompt and output.  [default: the model's own]",
-    ),
-]
-MaxNumSeqs = Annotated[
-    int | None,
-    typer.Option("--max-num-seqs", metavar="N", help="Requests that run at once.  [default: 32]"),
-]
-MaxStepTokens = Annotated[
-    int | None,
-    typer.Option(
-        "--max-step-tokens",
-        "--max-num-batched-tokens",
-        metavar="N",
-        help="Rows of one step.  [default: 512]",
-    ),
-]
-MaxPrefillChunk = Annotated[
-    int | None,
-    typer.Option(
-        "--max-prefill-chunk",
-        metavar="N",
-        help="Rows of one prompt in one step; 0: whole prompts.  [default: 256]",
-    ),
-]
-MemoryUtilization = Annotated[
-    float | None,
-    typer.Option(
-        "--memory-utilization",
-        metavar="SHARE",
-        help="Share of the memory that the cgroup or machine leaves.  [default: 0.9]",
-    ),
-]
-KVBytes = Annotated[
-    int | None,
-    typer.Option("--kv-bytes", metavar="BYTES", help="Memory for KV, instead of a share."),
-]
-Draft = Annotated[
-    str | None,
-    typer.Option("--draft", metavar="D", help="Speculation: off or ngram.  [default: off]"),
-]
-DraftTokens = Annotated[
-    int | None,
-    typer.Option(
-        "--draft-tokens",
-        "--num-speculative-tokens",
-        metavar="K",
-        help="Most draft tokens of a request in one step.  [default: 4]",
-    ),
-]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", metavar="N", help="Most tokens produced.")]
-Temperature = Annotated[
-    float, typer.Option("--temperature", metavar="T", help="0 takes the most likely token.")
-]
-TopK = Annotated[int, typer.Option("--top-k", metavar="K", help="0: off.")]
-TopP = Annotated[float, typer.Option("--top-p", metavar="P", help="1: off.")]
-MinP = Annotated[float, typer.Option("--min-p", metavar="P", help="0: off.")]
-RepetitionPenalty = Annotated[
-    float, typer.Option("--repetition-penalty", metavar="R", help="1: off.")
-]
-PresencePenalty = Annotated[float, typer.Option("--presence-penalty", metavar="R")]
-FrequencyPenalty = Annotated[float, typer.Option("--frequency-penalty", metavar="R")]
-Seed = Annotated[
-    int | None, typer.Option("--seed", metavar="S", help="[default: drawn, and returned]")
-]
-Stop = Annotated[
-    list[str] | None, typer.Option("--stop", metavar="TEXT", help="Stop string; once for each.")
-]
-OneSeq = Annotated[
-    int, typer.Option("--max-num-seqs", metavar="N", help="Memory for so many requests at once.")
-]
-IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the end token.")]
-Json = Annotated[
-    bool, typer.Option("--json", help="One JSON object as the last line of standard output.")
-]
+    )(verb)
+
+
+weights = click.option(
+    "--weights",
+    metavar="F",
+    help="bf16, w8a8, w8a8-gN, w4a8-gN, w4a8-row, with -zp or -min at the end of the last two (N: "
+    "16, 32, 64, 128), w4a16 in place of w4a8 for bf16 activations, or auto: the file's own grid."
+    "  [default: auto]",
+)
+kv = click.option(
+    "--kv",
+    "--kv-cache-dtype",
+    metavar="K",
+    help="bf16, int8, fp8 or int4; with +first at the end the first token stays in bf16.  "
+    "[default: bf16]",
+)
+threads = click.option(
+    "--threads", metavar="T", type=int, help="[default: the cgroup's quota and affinity]"
+)
+max_model_len = click.option(
+    "--max-model-len",
+    metavar="N",
+    type=int,
+    help="Tokens of one request, prompt and output.  [default: the model's own]",
+)
+max_num_seqs = click.option(
+    "--max-num-seqs", metavar="N", type=int, help="Requests that run at once.  [default: 32]"
+)
+max_step_tokens = click.option(
+    "--max-step-tokens",
+    "--max-num-batched-tokens",
+    metavar="N",
+    type=int,
+    help="Rows of one step.  [default: 512]",
+)
+max_prefill_chunk = click.option(
+    "--max-prefill-chunk",
+    metavar="N",
+    type=int,
+    help="Rows of one prompt in one step; 0: whole prompts.  [default: 256]",
+)
+memory_utilization = click.option(
+    "--memory-utilization",
+    metavar="SHARE",
+    type=float,
+    help="Share of the memory that the cgroup or machine leaves.  [default: 0.9]",
+)
+kv_bytes = click.option(
+    "--kv-bytes", metavar="BYTES", type=int, help="Memory for KV, instead of a share."
+)
+draft = click.option("--draft", metavar="D", help="Speculation: off or ngram.  [default: off]")
+draft_tokens = click.option(
+    "--draft-tokens",
+    "--num-speculative-tokens",
+    metavar="K",
+    type=int,
+    help="Most draft tokens of a request in one step.  [default: 4]",
+)
+
+
+def max_tokens(default: int) -> Callable[[_Decorated], _Decorated]:
+    """How long an output may be, with a verb's default."""
+    return click.option("--max-tokens", metavar="N", default=default, help="Most tokens produced.")
+
+
+temperature = click.option(
+    "--temperature", metavar="T", default=0.0, help="0 takes the most likely token."
+)
+top_k = click.option("--top-k", metavar="K", default=0, help="0: off.")
+top_p = click.option("--top-p", metavar="P", default=1.0, help="1: off.")
+min_p = click.option("--min-p", metavar="P", default=0.0, help="0: off.")
+repetition_penalty = click.option("--repetition-penalty", metavar="R", default=1.0, help="1: off.")
+presence_penalty = click.option("--presence-penalty", metavar="R", default=0.0)
+frequency_penalty = click.option("--frequency-penalty", metavar="R", default=0.0)
+seed = click.option("--seed", metavar="S", type=int, help="[default: drawn, and returned]")
+stop = several("--stop", metavar="TEXT", help="Stop string; once for each.")
+one_seq = click.option(
+    "--max-num-seqs", metavar="N", default=1, help="Memory for so many requests at once."
+)
+ignore_eos = click.option("--ignore-eos", is_flag=True, help="Do not stop at the end token.")
+json = click.option(
+    "--json", is_flag=True, help="One JSON object as the last line of standard output."
+)
 
 _KV_NAMES = {"auto": "bf16", "bfloat16": "bf16"}  # vLLM's values that mean the same
 
@@ -160,13 +159,13 @@ _SETTINGS = frozenset(
 )  # fmt: skip
 
 
-def settings_of(context: typer.Context) -> tuple[str, dict[str, Any]]:
+def settings_of(context: click.Context) -> tuple[str, dict[str, Any]]:
     """`settings` of a verb with a MODEL: all of its options that set something about it."""
     given = {name: value for name, value in context.params.items() if name in _SETTINGS}
     return settings(context.params["model"], **given)
 
 
-def sampling_of(context: typer.Context) -> SamplingParams:
+def sampling_of(context: click.Context) -> SamplingParams:
     """The sampling parameters among a verb's options. Raises RequestError."""
     from trivet.request import SamplingParams
 

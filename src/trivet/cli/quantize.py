@@ -6,103 +6,127 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
 from trivet.cli import options
+from trivet.cli.commands import Command
 from trivet.cli.output import Output, number
 
 if TYPE_CHECKING:
     from trivet.quantization import Prediction, Quantized
 
 
+@click.command(cls=Command)
+@options.model
+@click.option(
+    "--output",
+    "-o",
+    metavar="DIR",
+    type=options.PATH,
+    required=True,
+    help="Folder to write; must not exist.",
+)
+@click.option(
+    "--method",
+    metavar="M",
+    default="gptq",
+    help="none, rtn, gptq, awq, awq+gptq, smoothquant, fp8 or kquant.",
+)
+@click.option("--bits", metavar="B", default=4, help="2, 3, 4 or 8.")
+@click.option(
+    "--group-size",
+    metavar="G",
+    default="64",
+    help="Columns that share a scale: 32, 64, 128, 256 or row.",
+)
+@click.option("--sym/--no-sym", default=True, help="Symmetric codes, or with a zero point.")
+@click.option(
+    "--act-order",
+    metavar="O",
+    default="static",
+    help="static (columns by importance, groups in place), desc_act (groups by importance) or none.",
+)
+@click.option(
+    "--damp",
+    metavar="X",
+    default=0.01,
+    help="Share of the Hessian's mean diagonal added to it.",
+)
+@click.option("--fp8", metavar="S", default="channel", help="Scale per tensor, channel or block.")
+@click.option(
+    "--format",
+    metavar="F",
+    default="native",
+    help="native, gptq, gptq_v2, awq, compressed-tensors, fp8 or gguf:TYPE. native is what Trivet "
+    "reads best.",
+)
+@click.option(
+    "--traffic",
+    metavar="FILE",
+    type=options.PATH,
+    help="Calibrate on these prompts or chats (JSONL) or this text.  [default: prose and code]",
+)
+@click.option("--samples", metavar="N", default=128, help="Windows to calibrate on.")
+@click.option("--window", metavar="N", default=512, help="Tokens of one window at most.")
+@click.option(
+    "--general-share",
+    metavar="X",
+    default=0.25,
+    help="Share of prose and code mixed into the traffic.",
+)
+@click.option("--seed", metavar="S", default=0, help="Seed of what is drawn.")
+@click.option("--max-bytes", metavar="BYTES", type=int, help="Refuse a result above this.")
+@options.several(
+    "--keep",
+    metavar="REGEX=FORMAT",
+    help="Another format for linears whose name matches: bf16, w8-g64, w4-g32-zp, w8-row, "
+    "fp8-channel; once for each.",
+)
+@click.option(
+    "--gate",
+    metavar="G",
+    default="fast",
+    help="fast, full or off: DIR appears only on pass, or with off.",
+)
+@click.option(
+    "--auto", is_flag=True, help="8 bits first, then down to 4 bits until the gate passes."
+)
+@click.option(
+    "--mixed",
+    metavar="FORMAT",
+    help="With --max-bytes: linears that hurt most get this format (w8-g64) while bytes last.",
+)
+@click.option("--requantize", is_flag=True, help="Accept a model that is quantized already.")
+@click.option("--dry-run", is_flag=True, help="Say what it would come to, and stop.")
+@options.threads
+@options.json
 def quantize(
-    model: options.ModelArgument,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="DIR", help="Folder to write; must not exist.")
-    ],
-    method: Annotated[
-        str,
-        typer.Option(
-            metavar="M", help="none, rtn, gptq, awq, awq+gptq, smoothquant, fp8 or kquant."
-        ),
-    ] = "gptq",
-    bits: Annotated[int, typer.Option(metavar="B", help="2, 3, 4 or 8.")] = 4,
-    group_size: Annotated[
-        str, typer.Option(metavar="G", help="Columns that share a scale: 32, 64, 128, 256 or row.")
-    ] = "64",
-    sym: Annotated[bool, typer.Option(help="Symmetric codes, or with a zero point.")] = True,
-    act_order: Annotated[
-        str,
-        typer.Option(
-            metavar="O",
-            help="static (columns by importance, groups in place), desc_act (groups by importance) or "
-            "none.",
-        ),
-    ] = "static",
-    damp: Annotated[
-        float, typer.Option(metavar="X", help="Share of the Hessian's mean diagonal added to it.")
-    ] = 0.01,
-    fp8: Annotated[
-        str, typer.Option("--fp8", metavar="S", help="Scale per tensor, channel or block.")
-    ] = "channel",
-    format: Annotated[
-        str,
-        typer.Option(
-            metavar="F",
-            help="native, gptq, gptq_v2, awq, compressed-tensors, fp8 or gguf:TYPE. native is what "
-            "Trivet reads best.",
-        ),
-    ] = "native",
-    traffic: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Calibrate on these prompts or chats (JSONL) or this text.  [default: prose and code]",
-        ),
-    ] = None,
-    samples: Annotated[int, typer.Option(metavar="N", help="Windows to calibrate on.")] = 128,
-    window: Annotated[int, typer.Option(metavar="N", help="Tokens of one window at most.")] = 512,
-    general_share: Annotated[
-        float,
-        typer.Option(metavar="X", help="Share of prose and code mixed into the traffic."),
-    ] = 0.25,
-    seed: Annotated[int, typer.Option(metavar="S", help="Seed of what is drawn.")] = 0,
-    max_bytes: Annotated[
-        int | None, typer.Option(metavar="BYTES", help="Refuse a result above this.")
-    ] = None,
-    keep: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="REGEX=FORMAT",
-            help="Another format for linears whose name matches: bf16, w8-g64, w4-g32-zp, w8-row, "
-            "fp8-channel; once for each.",
-        ),
-    ] = None,
-    gate: Annotated[
-        str,
-        typer.Option(metavar="G", help="fast, full or off: DIR appears only on pass, or with off."),
-    ] = "fast",
-    auto: Annotated[
-        bool,
-        typer.Option("--auto", help="8 bits first, then down to 4 bits until the gate passes."),
-    ] = False,
-    mixed: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FORMAT",
-            help="With --max-bytes: linears that hurt most get this format (w8-g64) while bytes last.",
-        ),
-    ] = None,
-    requantize: Annotated[
-        bool, typer.Option("--requantize", help="Accept a model that is quantized already.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what it would come to, and stop.")
-    ] = False,
-    threads: options.Threads = None,
-    json: options.Json = False,
+    model: str,
+    output: Path,
+    method: str,
+    bits: int,
+    group_size: str,
+    sym: bool,
+    act_order: str,
+    damp: float,
+    fp8: str,
+    format: str,
+    traffic: Path | None,
+    samples: int,
+    window: int,
+    general_share: float,
+    seed: int,
+    max_bytes: int | None,
+    keep: list[str] | None,
+    gate: str,
+    auto: bool,
+    mixed: str | None,
+    requantize: bool,
+    dry_run: bool,
+    threads: int | None,
+    json: bool,
 ) -> int:
     """Quantize a model and judge it against itself in bf16.
 

@@ -2,63 +2,74 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 
 from trivet.cli import options
+from trivet.cli.commands import Command
 
 
+@click.command(cls=Command)
+@options.model
+@options.weights
+@options.kv
+@click.option("--host", metavar="H", default="127.0.0.1", help="Address to listen on.")
+@click.option("--port", metavar="P", default=8000, help="Port; 0 picks a free one.")
+@click.option("--served-model-name", metavar="N", help="Name in the API.  [default: MODEL]")
+@click.option(
+    "--api-key",
+    metavar="K",
+    envvar="TRIVET_API_KEY",
+    show_envvar=True,
+    help="Bearer key that clients must send.",
+)
+@click.option("--workers", metavar="SPEC", help="mixed:N.  [default: mixed:1]")
+@options.draft
+@options.draft_tokens
+@options.threads
+@options.max_model_len
+@options.max_num_seqs
+@options.max_step_tokens
+@options.max_prefill_chunk
+@click.option(
+    "--max-waiting",
+    metavar="N",
+    type=int,
+    help="Queue length that answers 429.  [default: 1024]",
+)
+@click.option(
+    "--prefix-cache/--no-prefix-cache",
+    "--enable-prefix-caching/--no-enable-prefix-caching",
+    default=True,
+    help="Reuse the KV of prompts that begin alike.",
+)
+@options.memory_utilization
+@options.kv_bytes
+@options.several("--cors-origin", metavar="ORIGIN", help="Once for each.  [default: *]")
+@click.option(
+    "--drain-timeout",
+    metavar="SECONDS",
+    default=30.0,
+    help="Time for running requests after SIGTERM.",
+)
+@click.option(
+    "--request-timeout", metavar="SECONDS", type=float, help="Longest life of one request."
+)
+@options.json
+@click.pass_context
 def serve(
-    context: typer.Context,
-    model: options.ModelArgument,
-    weights: options.Weights = None,
-    kv: options.KV = None,
-    host: Annotated[str, typer.Option(metavar="H", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(metavar="P", help="Port; 0 picks a free one.")] = 8000,
-    served_model_name: Annotated[
-        str | None, typer.Option(metavar="N", help="Name in the API.  [default: MODEL]")
-    ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            metavar="K", envvar="TRIVET_API_KEY", help="Bearer key that clients must send."
-        ),
-    ] = None,
-    workers: Annotated[
-        str | None, typer.Option(metavar="SPEC", help="mixed:N.  [default: mixed:1]")
-    ] = None,
-    draft: options.Draft = None,
-    draft_tokens: options.DraftTokens = None,
-    threads: options.Threads = None,
-    max_model_len: options.MaxModelLen = None,
-    max_num_seqs: options.MaxNumSeqs = None,
-    max_step_tokens: options.MaxStepTokens = None,
-    max_prefill_chunk: options.MaxPrefillChunk = None,
-    max_waiting: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Queue length that answers 429.  [default: 1024]"),
-    ] = None,
-    prefix_cache: Annotated[
-        bool,
-        typer.Option(
-            "--prefix-cache/--no-prefix-cache",
-            "--enable-prefix-caching/--no-enable-prefix-caching",
-            help="Reuse the KV of prompts that begin alike.",
-        ),
-    ] = True,
-    memory_utilization: options.MemoryUtilization = None,
-    kv_bytes: options.KVBytes = None,
-    cors_origin: Annotated[
-        list[str] | None, typer.Option(metavar="ORIGIN", help="Once for each.  [default: *]")
-    ] = None,
-    drain_timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Time for running requests after SIGTERM.")
-    ] = 30.0,
-    request_timeout: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Longest life of one request.")
-    ] = None,
-    json: options.Json = False,
+    context: click.Context,
+    /,
+    host: str,
+    port: int,
+    served_model_name: str | None,
+    api_key: str | None,
+    prefix_cache: bool,
+    cors_origin: list[str] | None,
+    drain_timeout: float,
+    request_timeout: float | None,
+    **others: object,
 ) -> int:
     """Serve the OpenAI API.
 
