@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from support.small_gate import SMALL
 from trivet.cli import main
+from trivet.evaluate import gating
 from trivet.recipe import Recipe
 
 QUALITY_KEYS = {
@@ -151,6 +153,13 @@ def test_chat_keeps_the_conversation_until_reset(
     assert result["messages"][0]["content"] == "again"
 
 
+@pytest.fixture
+def small_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fast gate with few items."""
+    monkeypatch.setitem(gating.SIZES, "fast", SMALL)
+
+
+@pytest.mark.usefixtures("small_gate")
 def test_evaluate_against_itself_and_a_baseline(
     tiny_gguf: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,6 +181,7 @@ def test_evaluate_against_itself_and_a_baseline(
     assert same.keys() >= {"verdict", "reasons", "next_step", "metrics"}
 
 
+@pytest.mark.usefixtures("small_gate")
 def test_a_gate_that_does_not_pass_exits_1(
     tiny_gguf: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

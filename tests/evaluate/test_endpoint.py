@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support.small_gate import SMALL
 from support.tiny_models import Variant, build_folder
 from support.toy_server import toy_server
 from trivet.cli import main
@@ -140,7 +141,7 @@ def gated(
     """A gate over two endpoints, and its ledger."""
     path = tmp_path_factory.mktemp("gate") / "gates.jsonl"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(gating.SIZES, "fast", gating.Sizes(100, 3, 3, 300, 2, 128, 4, 8, 4, 8))
+        patch.setitem(gating.SIZES, "fast", SMALL)
         found = evaluate_model(
             EndpointConfig(model=urls["w8a8"]),
             EndpointConfig(model=urls["bf16"]),
@@ -352,7 +353,7 @@ def dead_url() -> str:
     [
         (["URL", "--baseline", "URL", "--gate", "fast"], "does not answer"),
         (["URL", "--baseline", "demo"], "baseline: 'demo' is not allowed; allowed: a URL"),
-        (["demo", "--baseline", "URL"], "no URL"),
+        (["demo", "--baseline", "URL"], "allowed: a model on this machine"),
         (["URL", "--weights", "w8a8"], "weights: 'w8a8' is not allowed"),
         (["URL", "--baseline", "URL", "--baseline-kv", "int8"], "baseline_kv: 'int8'"),
         (["URL", "--baseline", "URL", "--sensitivity"], "sensitivity"),

@@ -10,6 +10,7 @@ import pytest
 
 from support.tiny_models import Variant, build_folder
 from trivet.cli.app import run
+from trivet.evaluate import default_ledger
 
 SHAPE = Variant(hidden=64, heads=4, kv_heads=2, head_dim=32, ffn=128, layers=2, tied=True)
 KEYS = {"path", "bytes", "predicted_bytes", "seconds", "peak_rss_bytes", "verdict", "loaders"}
@@ -57,7 +58,8 @@ def test_a_dry_run_says_what_it_would_come_to(
 def test_a_negative_verdict_ends_with_1(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verdict: str
 ) -> None:
-    def judge(settings: object, candidate: Path) -> dict[str, Any]:
+    def judge(settings: Any, candidate: Path) -> dict[str, Any]:
+        assert settings.evaluate["ledger_path"] == default_ledger()
         return {"verdict": verdict, "reasons": ["too far"], "next_step": "more bits"}
 
     monkeypatch.setattr("trivet.quantization._judge", judge)

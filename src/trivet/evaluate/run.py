@@ -118,12 +118,11 @@ def evaluate_model(
     Raises ConfigError, CheckpointError, EndpointError; a baseline with another vocabulary is refused.
     """
     options = _gate_options(gate, max_tokens)
-    if baseline is not None and isinstance(config, EndpointConfig) != isinstance(
-        baseline, EndpointConfig
-    ):
-        allowed = "a URL, as the model is" if isinstance(config, EndpointConfig) else "no URL"
+    is_served = isinstance(config, EndpointConfig)
+    if baseline is not None and isinstance(baseline, EndpointConfig) != is_served:
+        allowed = "a URL" if is_served else "a model on this machine"
         raise ConfigError(
-            "baseline", baseline.model, f"{allowed}; `trivet serve` makes a URL of one"
+            "baseline", baseline.model, f"{allowed}, as MODEL is; `trivet serve` gives one a URL"
         )
     stride = context if stride is None else stride
     texts = load_corpora(corpora)
