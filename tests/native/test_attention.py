@@ -289,6 +289,17 @@ def test_fp8_codes_are_the_nearest() -> None:
     np.testing.assert_allclose(error, best, atol=2e-4)  # the product with the inverse rounds too
 
 
+def test_computed_fp8_scales_are_closer_than_none() -> None:
+    """K with columns beyond 448, as some models have it: without a scale they are cut off."""
+    rng = np.random.RandomState(14)
+    x = rng.standard_normal((100, 64)).astype(np.float32)
+    x[:, [3, 35]] *= np.float32(600.0)
+    codes, scales = quantize_fp8(x)
+    nearest = np.abs(np.minimum(np.abs(x), 448.0)[..., None] - E4M3).argmin(axis=-1)
+    plain = np.copysign(E4M3[nearest], x)
+    assert np.linalg.norm(codes * scales - x) < 0.25 * np.linalg.norm(plain - x)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dim", [2, 4, 6, 8, 20, 64, 128, 192])
 def test_the_block_rotation_equals_the_reference(level: str, dim: int) -> None:
