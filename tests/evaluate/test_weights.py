@@ -32,7 +32,13 @@ def _load(folder: Path, form: str) -> LoadedModel:
     return load_model(ModelConfig(model=str(folder), weights=form, threads=1))
 
 
-@pytest.mark.parametrize("form", ["bf16", "w8a8", "w8a8-g32", "w4a8-g32", "w4a8-g32-zp"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "bf16", "w8a8", "w8a8-g32", "w4a8-g32", "w4a8-g32-zp",
+        "w8a8-g16-min", "w4a8-g16", "w4a8-row-zp", "w4a16-g64-min",
+    ],
+)  # fmt: skip
 def test_good_formats_pass(folder: Path, form: str) -> None:
     found = weights.check(_load(folder, form), _load(folder, "bf16"), TEXT_IDS)
     assert found.finding is Finding.PASS, found.reason
@@ -43,6 +49,12 @@ def test_good_formats_pass(folder: Path, form: str) -> None:
 @pytest.mark.parametrize("kind", CORRUPTIONS)
 def test_the_smallest_damage_is_found(folder: Path, kind: str, form: str) -> None:
     broken = corrupted(_load(folder, form), kind, seed=1)
+    found = weights.check(broken, _load(folder, "bf16"), TEXT_IDS)
+    assert found.finding is Finding.REJECT, found.metrics
+
+
+def test_a_zero_point_of_a_row_is_found(folder: Path) -> None:
+    broken = corrupted(_load(folder, "w4a8-row-zp"), "zero off by one, one group", seed=1)
     found = weights.check(broken, _load(folder, "bf16"), TEXT_IDS)
     assert found.finding is Finding.REJECT, found.metrics
 

@@ -109,7 +109,8 @@ def _limits(weight: WeightTensor) -> tuple[int, int]:
 
 def _zero_off_by_one(d: _Damage, w: WeightTensor, row: int, group: int, columns: slice) -> None:
     if w.zeros is not None:
-        w.zeros[row, group] = (w.zeros[row, group] + 1) % 16
+        at = group if w.zeros.shape[1] > 1 else 0
+        w.zeros[row, at] = (w.zeros[row, at] + 1) % 16
     else:
         codes = w.codes[row, columns].astype(np.int16) + 1
         w.codes[row, columns] = np.clip(codes, *_limits(w))
