@@ -29,7 +29,6 @@ ORDER = [
     ["worker"],
     ["gateway"],
     ["bench"],
-    ["plan", "doctor"],
     ["cli"],
     ["__main__"],
 ]

@@ -14,6 +14,7 @@ import trivet.speculate
 _ALLOWED = {
     "trivet.config",
     "trivet.errors",
+    "trivet.files",
     "trivet.lazy",
     "trivet.request",
     "trivet.native.api",
@@ -30,6 +31,8 @@ def _imports(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module == "trivet":
+            yield from (f"trivet.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield node.module or ""
 
