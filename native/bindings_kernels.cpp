@@ -105,8 +105,8 @@ KvKind kv_kind(int kind) {
 }
 
 void store_token(int kind, const Array<const uint8_t, 1>& k, float k_scale,
-                 const Array<const uint8_t, 1>& v, float v_scale, int32_t slot,
-                 bool is_first_token, const Array<uint8_t, 1>& page) {
+                 const Array<const uint8_t, 1>& v, float v_scale, int32_t slot, bool is_first_token,
+                 const Array<uint8_t, 1>& page) {
     const KvKind page_kind = kv_kind(kind), codes = code_kind(page_kind);
     const bool is_first = slot == 0 && is_first_token && keeps_first(page_kind);
     const bool is_bf16 = codes == KvKind::kBf16 || is_first;
@@ -276,7 +276,8 @@ void bind_kernels(nb::module_& m) {
           "silu(gate) * up into out.");
     m.def("kernel_store_token", store_token, "kind"_a, "k"_a, "k_scale"_a, "v"_a, "v_scale"_a,
           "slot"_a, "is_first"_a, "page"_a,
-          "One token's K and V, passed as bytes, into a slot of a page block. is_first: at position 0.");
+          "One token's K and V, passed as bytes, into a slot of a page block. is_first: at "
+          "position 0.");
     m.def("kernel_attention_span", attention_span, "level"_a, "kind"_a, "q"_a, "group"_a, "valid"_a,
           "pages"_a, "is_first"_a, "sm_scale"_a, "m"_a, "l"_a, "o"_a,
           "One span of attention over page blocks; writes m, l and o.");

@@ -43,6 +43,7 @@ inline __m256 load_odd(const int8_t* b) {
 template <int kQ, int kWide, typename T>
 inline void product_tile(const float* a, int32_t a_stride, const T* b, int32_t lanes, int32_t pairs,
                          float* c, int32_t c_stride, bool accumulate, Ahead& ahead) {
+    Ahead next = ahead;  // by value: in registers
     for (int32_t begin = 0; begin < pairs; begin += 16) {
         const int32_t end = begin + 16 < pairs ? begin + 16 : pairs;
         __m256 even[kQ][kWide], odd[kQ][kWide];
@@ -53,7 +54,7 @@ inline void product_tile(const float* a, int32_t a_stride, const T* b, int32_t l
         }
 #pragma GCC unroll 1
         for (int32_t i = begin; i < end; ++i) {
-            ahead.fetch();
+            next.fetch();
             const T* pairs_of = b + i * lanes * 2;
             __m256 keys[kWide];
 #pragma GCC unroll 4
@@ -66,6 +67,8 @@ inline void product_tile(const float* a, int32_t a_stride, const T* b, int32_t l
                     even[q][w] = _mm256_fmadd_ps(x, keys[w], even[q][w]);
                 }
             }
+            // Loaded again: what both loads share would take the registers of two chains.
+            __asm__("" : "+r"(pairs_of));
 #pragma GCC unroll 4
             for (int w = 0; w < kWide; ++w) keys[w] = load_odd(pairs_of + 16 * w);
 #pragma GCC unroll 4
@@ -88,6 +91,7 @@ inline void product_tile(const float* a, int32_t a_stride, const T* b, int32_t l
             }
         }
     }
+    ahead = next;
 }
 
 struct Isa {
@@ -150,11 +154,11 @@ struct Isa {
         const __m256i ones = _mm256_set1_epi16(0x0101), high = _mm256_set1_epi16(0x0800);
         int32_t i = 0;
         for (; i + 16 <= count; i += 16) {
-            const __m256i code = _mm256_cvtepu8_epi16(
-                _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i)));
+            const __m256i code =
+                _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i)));
             const __m256i magnitude = _mm256_and_si256(code, _mm256_set1_epi16(0x7f));
-            const __m256i normal = _mm256_add_epi16(_mm256_slli_epi16(magnitude, 4),
-                                                    _mm256_set1_epi16(0x3c00));
+            const __m256i normal =
+                _mm256_add_epi16(_mm256_slli_epi16(magnitude, 4), _mm256_set1_epi16(0x3c00));
             const __m256i small = _mm256_and_si256(magnitude, _mm256_set1_epi16(7));
             const __m256i index = _mm256_add_epi16(_mm256_mullo_epi16(small, ones), high);
             const __m256i subnormal = _mm256_shuffle_epi8(tiny, index);
@@ -171,12 +175,12 @@ struct Isa {
     static void nibbles(const Int4Pair* codes, __m128i (&low)[2], __m128i (&high)[2]) {
         const __m128i v = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
         // Bytes of kInt4Bf16.
-        const __m128i tops = _mm_setr_epi8(
-            char(0xc1), char(0xc0), char(0xc0), char(0xc0), char(0xc0), char(0xc0), char(0xc0),
-            char(0xbf), 0, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40);
-        const __m128i ends = _mm_setr_epi8(
-            0, char(0xe0), char(0xc0), char(0xa0), char(0x80), 0x40, 0, char(0x80), 0, char(0x80),
-            0, 0x40, char(0x80), char(0xa0), char(0xc0), char(0xe0));
+        const __m128i tops =
+            _mm_setr_epi8(char(0xc1), char(0xc0), char(0xc0), char(0xc0), char(0xc0), char(0xc0),
+                          char(0xc0), char(0xbf), 0, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40);
+        const __m128i ends =
+            _mm_setr_epi8(0, char(0xe0), char(0xc0), char(0xa0), char(0x80), 0x40, 0, char(0x80), 0,
+                          char(0x80), 0, 0x40, char(0x80), char(0xa0), char(0xc0), char(0xe0));
         const __m128i mask = _mm_set1_epi8(15);
         const __m128i a = _mm_and_si128(v, mask), b = _mm_and_si128(_mm_srli_epi16(v, 4), mask);
         const __m128i a_top = _mm_shuffle_epi8(tops, a), a_end = _mm_shuffle_epi8(ends, a);

@@ -29,6 +29,7 @@ inline void load_pairs(const int8_t* b, __m512& even, __m512& odd) {
 template <int kQ, int kWide, typename T>
 inline void product_tile(const float* a, int32_t a_stride, const T* b, int32_t lanes, int32_t pairs,
                          float* c, int32_t c_stride, bool accumulate, Ahead& ahead) {
+    Ahead next = ahead;  // by value: in registers
     for (int32_t begin = 0; begin < pairs; begin += 16) {
         const int32_t end = begin + 16 < pairs ? begin + 16 : pairs;
         __m512 even[kQ][kWide], odd[kQ][kWide];
@@ -36,7 +37,7 @@ inline void product_tile(const float* a, int32_t a_stride, const T* b, int32_t l
             for (int w = 0; w < kWide; ++w) even[q][w] = odd[q][w] = _mm512_setzero_ps();
         }
         for (int32_t i = begin; i < end; ++i) {
-            ahead.fetch();
+            next.fetch();
             __m512 b_even[kWide], b_odd[kWide];
             for (int w = 0; w < kWide; ++w) {
                 load_pairs(b + (i * lanes + 16 * w) * 2, b_even[w], b_odd[w]);
@@ -59,6 +60,7 @@ inline void product_tile(const float* a, int32_t a_stride, const T* b, int32_t l
             }
         }
     }
+    ahead = next;
 }
 
 struct Vectors {

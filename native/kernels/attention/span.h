@@ -55,8 +55,7 @@ template <>
 constexpr bool kIsInt4<Int4Pair> = true;
 
 // bf16 bits of m * 2^-9, the e4m3 codes below 8.
-constexpr uint16_t kSubnormalFp8[8] = {0,      0x3b00, 0x3b80, 0x3bc0,
-                                       0x3c00, 0x3c20, 0x3c40, 0x3c60};
+constexpr uint16_t kSubnormalFp8[8] = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
 // bf16 bits of -8..7.
 constexpr uint16_t kInt4Bf16[16] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
                                     0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};

@@ -334,8 +334,8 @@ inline void int4_half_dot(const uint8_t* codes, int shift, const int8_t* x, ptrd
     }
 }
 
-// The same with the codes unpacked to one per byte, [columns / 4][16][4]; kStep columns are added up
-// in 16 bits.
+// The same with the codes unpacked to one per byte, [columns / 4][16][4]; kStep columns are added
+// up in 16 bits.
 template <int R, int32_t kStep>
 inline void panel_dot(const uint8_t* panel, const int8_t* x, ptrdiff_t x_stride, int32_t columns,
                       __m256i (*sum)[2]) {
@@ -377,8 +377,8 @@ enum class Codes { kInt8, kInt4, kInt4Panel };
 
 // Groups [group_begin, group_end) of one block against R rows: acc is read and written.
 // `codes` points at the first of these groups, x at the row's first column of the whole input.
-// kGroup: 16 or 32 where the group's size is known, 0 for multiples of 32; of 16, group_begin is even.
-// Not inlined: the registers are for the sums of one group, acc waits in memory.
+// kGroup: 16 or 32 where the group's size is known, 0 for multiples of 32; of 16, group_begin is
+// even. Not inlined: the registers are for the sums of one group, acc waits in memory.
 template <Codes kCodes, Scheme kScheme, ScaleType kScale, int32_t kGroup, int R>
 __attribute__((noinline)) void group_tile(const LinearWeight& w, const Activations& x,
                                           int32_t block, const uint8_t* codes, int32_t row,
@@ -525,9 +525,8 @@ inline __m256i bf16_pair(__m256i v, __m256i offset) {
     const __m256i low = _mm256_set1_epi32(15);
     const __m256i even = _mm256_and_si256(_mm256_srli_epi32(v, kShift), low);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(v, kShift + 8), low);
-    return _mm256_or_si256(
-        integers_bf16(_mm256_sub_epi32(even, offset)),
-        _mm256_slli_epi32(integers_bf16(_mm256_sub_epi32(odd, offset)), 16));
+    return _mm256_or_si256(integers_bf16(_mm256_sub_epi32(even, offset)),
+                           _mm256_slli_epi32(integers_bf16(_mm256_sub_epi32(odd, offset)), 16));
 }
 
 // 16 columns of 16 channels: the low (kHigh 0) or the high nibbles (kHigh 4) of a block of 32.
@@ -600,8 +599,7 @@ __attribute__((noinline)) void bf16_groups_tile(const LinearWeight& w, const Act
             acc[r].hi = _mm256_fmadd_ps(product[r].hi, scale.hi, acc[r].hi);
             product[r].lo = product[r].hi = _mm256_setzero_ps();
             if constexpr (kScheme == Scheme::kMin) {
-                const __m256 sum =
-                    _mm256_set1_ps(x.scales[int64_t(row + r) * w.num_groups + g]);
+                const __m256 sum = _mm256_set1_ps(x.scales[int64_t(row + r) * w.num_groups + g]);
                 acc[r].lo = _mm256_fmadd_ps(sum, minimum.lo, acc[r].lo);
                 acc[r].hi = _mm256_fmadd_ps(sum, minimum.hi, acc[r].hi);
             }
@@ -637,8 +635,8 @@ void bf16_groups(const LinearWeight& w, const Activations& x, int32_t block_begi
     }
 }
 
-// The codes at bit kPos of each lane as float32, less 8 where kScheme is sym. A code in the fraction
-// of 2^(23 - kPos) is that power plus the code; the subtraction is exact.
+// The codes at bit kPos of each lane as float32, less 8 where kScheme is sym. A code in the
+// fraction of 2^(23 - kPos) is that power plus the code; the subtraction is exact.
 template <Scheme kScheme, int kPos>
 inline __m256 code_floats(__m256i v) {
     constexpr int kAt = kPos <= 16 ? kPos : 0;  // beyond, the fraction has no room

@@ -29,10 +29,10 @@ struct LinearWeight {
     WeightKind kind;
     Scheme scheme;
     ScaleType scale_type;
-    int32_t n;           // output channels
-    int32_t k;           // input width
-    int32_t n_padded;    // multiple of 16
-    int32_t k_padded;    // multiple of 64; activations beyond k are zero
+    int32_t n;             // output channels
+    int32_t k;             // input width
+    int32_t n_padded;      // multiple of 16
+    int32_t k_padded;      // multiple of 64; activations beyond k are zero
     int32_t group;         // columns of one sum: 16, 32, 64 or 128; 32 for kInt4Row; k_padded for
                            // kInt8Row and kInt4Bf16 with one scale a row; unused for bf16
     int32_t num_groups;    // ceil(k / group)
