@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <climits>
+#include <stdexcept>
 
 #include "core/fp_state.h"
 
@@ -60,14 +61,22 @@ ThreadPool::ThreadPool(int num_threads) {
     sigset_t all, previous;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &previous);
-    for (int thread = 1; thread < num_threads; ++thread) {
-        helpers_.emplace_back([this, thread] { helper(thread); });
-        pthread_setname_np(helpers_.back().native_handle(), "trivet");
+    try {
+        for (int thread = 1; thread < num_threads; ++thread) {
+            helpers_.emplace_back([this, thread] { helper(thread); });
+            pthread_setname_np(helpers_.back().native_handle(), "trivet");
+        }
+    } catch (...) {  // the system has no room for one more
+        end_helpers();
+        pthread_sigmask(SIG_SETMASK, &previous, nullptr);
+        throw std::runtime_error("no more threads can be started");
     }
     pthread_sigmask(SIG_SETMASK, &previous, nullptr);
 }
 
-ThreadPool::~ThreadPool() {
+ThreadPool::~ThreadPool() { end_helpers(); }
+
+void ThreadPool::end_helpers() {
     stop_.store(true);
     wakes_.fetch_add(1);
     futex_wake(wakes_, INT_MAX);

@@ -49,6 +49,7 @@ class ThreadPool {
     bool has_work() const;
     void wait_done(int32_t count);
     void helper(int thread);
+    void end_helpers();
 
     // A loop's number in the high half and its next unclaimed item in the low half: a claim is a
     // compare-and-swap of the whole word, so that a thread that was late cannot take an item of a

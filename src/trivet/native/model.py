@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trivet.config import KVFormat
+from trivet.errors import ConfigError
 from trivet.native import _core
 from trivet.native.api import Float32, KVGeometry, SampleInput, SampleResult, StepInput
 from trivet.native.arena import KV_VALUES, Arena, kv_geometry
@@ -233,7 +234,13 @@ class NativeModel:
         self.threads = threads
         self.kv = kv
         weights = np.frombuffer(packed.buffer, np.uint8)
-        self._native = _core.Model(_native_spec(packed, kv), weights, isa, threads)
+        spec = _native_spec(packed, kv)
+        try:
+            self._native = _core.Model(spec, weights, isa, threads)
+        except RuntimeError:  # the system starts no more
+            raise ConfigError(
+                "threads", threads, "as many as the system lets a process start"
+            ) from None
         self._eos_ids = frozenset(packed.spec.eos_ids)
         identity = f"{packed.numerics_id} kv={kv.value}"
         self._numerics_id = hashlib.sha256(identity.encode()).hexdigest()[:32]
