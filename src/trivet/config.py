@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 import re
 
 from trivet.errors import ConfigError
@@ -126,13 +125,36 @@ class KVFormat(enum.StrEnum):
             raise ConfigError("kv", name, ", ".join(cls)) from None
 
 
+MAX_NUM_SEQS = 4096
+MAX_STEP_TOKENS = 65536
+MAX_DRAFT_TOKENS = 32
+_MAX_INTEGER = (1 << 62) - 1  # what a frame to a worker can carry, with room for sums
+
+
 def _check_integer(
     field: str, value: object, low: int, high: int | None = None, *, low_means: str = ""
 ) -> None:
-    top = math.inf if high is None else high
+    top = _MAX_INTEGER if high is None else high
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= top:
         allowed = f">= {low}" if high is None else f"from {low}{low_means} to {high}"
         raise ConfigError(field, value, f"an integer {allowed}")
+
+
+def _check_prefill_chunk(value: int) -> None:
+    whole = " (whole prompts)"
+    _check_integer("max_prefill_chunk", value, 0, MAX_STEP_TOKENS, low_means=whole)
+
+
+def _check_characters(field: str, value: str | None) -> None:
+    """A text that is sent as UTF-8, and not an empty one."""
+    if value is None:
+        return
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ConfigError(field, value, "UTF-8") from None
+    if not value:
+        raise ConfigError(field, value, "a text that is not empty")
 
 
 def _check_text(field: str, value: object) -> None:
@@ -224,15 +246,14 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check_integer("max_model_len", self.max_model_len, 1)
         _check_integer("num_pages", self.num_pages, 1)
-        _check_integer("max_num_seqs", self.max_num_seqs, 1, 4096)
-        _check_integer("max_step_tokens", self.max_step_tokens, 1, 65536)
+        _check_integer("max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS)
+        _check_integer("max_step_tokens", self.max_step_tokens, 1, MAX_STEP_TOKENS)
         if self.max_prefill_chunk is not None:
-            whole = " (whole prompts)"
-            _check_integer("max_prefill_chunk", self.max_prefill_chunk, 0, 65536, low_means=whole)
+            _check_prefill_chunk(self.max_prefill_chunk)
             if self.max_prefill_chunk == 0:
                 object.__setattr__(self, "max_prefill_chunk", None)
         _check_integer("max_waiting", self.max_waiting, 0)
-        _check_integer("draft_tokens", self.draft_tokens, 1, 32)
+        _check_integer("draft_tokens", self.draft_tokens, 1, MAX_DRAFT_TOKENS)
         if not isinstance(self.prefix_cache, bool):
             raise ConfigError("prefix_cache", self.prefix_cache, "True or False")
         if self.draft not in ("off", "ngram"):
@@ -279,16 +300,18 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         _check_integer("port", self.port, 0, 65535)
+        _check_integer("max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS)
+        _check_integer("max_step_tokens", self.max_step_tokens, 1, MAX_STEP_TOKENS)
+        if self.max_prefill_chunk is not None:
+            _check_prefill_chunk(self.max_prefill_chunk)
+        _check_integer("max_waiting", self.max_waiting, 0)
+        _check_integer("draft_tokens", self.draft_tokens, 1, MAX_DRAFT_TOKENS)
+        for field in ("host", "api_key", "served_model_name"):
+            _check_characters(field, getattr(self, field))
         _check_integer("max_body_bytes", self.max_body_bytes, 1024)
         if not self.drain_timeout_s >= 0:  # refuses nan too
             raise ConfigError("drain_timeout_s", self.drain_timeout_s, ">= 0")
         if self.request_timeout_s is not None and not self.request_timeout_s > 0:
             raise ConfigError("request_timeout_s", self.request_timeout_s, "above 0")
-        if self.api_key == "":
-            raise ConfigError("api_key", self.api_key, "a key that is not empty")
-        if self.served_model_name == "":
-            raise ConfigError(
-                "served_model_name", self.served_model_name, "a name that is not empty"
-            )
         if not re.fullmatch(r"mixed:[1-9]\d?", self.workers):
             raise ConfigError("workers", self.workers, "mixed:N with N from 1 to 99")

@@ -15,6 +15,9 @@ import pytest
 from trivet import __version__
 from trivet.cli import main
 from trivet.cli.app import VERBS
+from trivet.cli.hints import _HINTS
+
+CLI = Path(__file__).parents[2] / "src" / "trivet" / "cli"
 
 MISTAKES = [
     (["generate", "MODEL"], "exactly one of --prompt"),
@@ -34,6 +37,15 @@ MISTAKES = [
     (["generate", "MODEL", "--prompt-file", "-"], r"standard input: b'\xe9' is not allowed"),
     (["chat", "MODEL"], r"standard input: b'\xe9' is not allowed; allowed: UTF-8"),
     (["serve", "MODEL", "--max-prefill-chunk", "-1"], "an integer from 0 (whole prompts) to 65536"),
+    (["serve", "MODEL", "--max-waiting", "9" * 30], "max_waiting"),
+    (["serve", "MODEL", "--max-num-seqs", "9" * 30], "max_num_seqs"),
+    (["serve", "MODEL", "--kv-bytes", "9" * 30], "kv_bytes"),
+    (["serve", "MODEL", "--max-model-len", "9" * 30], "max_model_len"),
+    (["serve", "MODEL", "--draft-tokens", "9" * 30], "draft_tokens"),
+    (["serve", "MODEL", "--host", ""], "host: '' is not allowed"),
+    (["serve", "MODEL", "--host", "\udcff"], "allowed: UTF-8"),
+    (["serve", "MODEL", "--api-key", "\udcff"], "allowed: UTF-8"),
+    (["serve", "MODEL", "--served-model-name", "\udcff"], "allowed: UTF-8"),
     (["generate", "absent-model", "--prompt", "a"], "absent-model"),
     (["generate", "absent.toml", "--prompt", "a"], "absent.toml"),
     (["generate"], "MODEL"),
@@ -242,3 +254,29 @@ def test_help_imports_nothing_heavy(words: list[str]) -> None:
         f"found = {heavy!r} & set(sys.modules); assert not found, found"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+def test_a_closed_standard_input_is_one_line(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    for command in (["chat", str(tiny_model)], ["generate", str(tiny_model), "--prompt-file", "-"]):
+        assert main(command) == 2
+        assert "standard input" in capsys.readouterr().err
+
+
+def test_threads_that_cannot_be_started_are_one_line(tiny_model: Path) -> None:
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30)); "
+    words = ["generate", str(tiny_model), "--prompt", "a", "--threads", "1024"]
+    code = f"{limit}from trivet.cli import main; raise SystemExit(main({words!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "threads: 1024 is not allowed" in done.stderr
+
+
+def test_a_hint_names_options_that_exist() -> None:
+    source = "".join(path.read_text() for path in (CLI / "options.py", CLI / "serve.py"))
+    source += (CLI / "generate.py").read_text()
+    for flag, hint in _HINTS.items():
+        for option in re.findall(r"--[a-z][a-z-]*", hint):
+            assert f'"{option}"' in source, (flag, option)

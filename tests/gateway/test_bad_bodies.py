@@ -219,6 +219,8 @@ def test_an_empty_conversation_is_refused_in_plain_words(http: httpx.Client) -> 
         b"\xff\xfe",
         b'{"prompt": "\x00"}',
         b'{"a":' * 5000,
+        b'{"seed": ' + b"9" * 5000 + b', "x":}',
+        b'{"seed": ' + b"9" * 5000 + b"[" * 100_000,
         b"[" * 100_000,
         b'{"prompt": "x", "max_tokens": 1e}',
     ],

@@ -49,7 +49,7 @@ def chat(context: click.Context, /, system: str | None, json: bool, **others: ob
     params = options.sampling_of(context)
     name, chosen = options.settings_of(context)
     out = Output(json)
-    is_terminal = sys.stdin.isatty()
+    is_terminal = sys.stdin is not None and sys.stdin.isatty()
     piped = None if is_terminal else read_stdin().strip()
     if piped == "":
         from trivet.errors import ConfigError

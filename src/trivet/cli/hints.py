@@ -29,7 +29,6 @@ _HINTS = {
     "--enforce-eager": "There are no graphs to capture.",
     "--seed": 'The seed belongs to a request: generate --seed, or "seed" in the API.',
     "--allowed-origins": "Use --cors-origin, once for each origin.",
-    "--uvicorn-log-level": "Use --log-level.",
     "--n-gpu-layers": "Trivet runs on the CPU.",
     "--ctx-size": "Use --max-model-len.",
     "--parallel": "Use --max-num-seqs.",

@@ -10,7 +10,12 @@ from trivet.errors import CheckpointError, ConfigError
 
 
 def read_stdin() -> str:
-    """Standard input to its end. Raises ConfigError: it is not UTF-8, whatever the locale says."""
+    """Standard input to its end.
+
+    Raises ConfigError: there is none, or it is not UTF-8, whatever the locale says.
+    """
+    if sys.stdin is None:
+        raise ConfigError("standard input", "closed", "open")
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="strict")
     try:

@@ -14,6 +14,7 @@ stream      a JSON body or server-sent events to one client
 pool        workers: spawn, watch, restart
 policy      which worker gets which request
 metrics     Prometheus
+log         lines on standard error
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ import asyncio
 import hmac
 import re
 import secrets
-import sys
 import time
 import traceback
 import uuid
@@ -37,6 +36,7 @@ from trivet.gateway import protocol
 from trivet.gateway.answer import Answer, AnswerInfo, ChatAnswer, CompletionAnswer
 from trivet.gateway.errors import error_response
 from trivet.gateway.generation import Choice, Generation, Prompt
+from trivet.gateway.log import say
 from trivet.gateway.metrics import CONTENT_TYPE, Metrics
 from trivet.gateway.policy import assign_least_loaded
 from trivet.gateway.pool import WorkerHandle, WorkerPool
@@ -451,7 +451,7 @@ class _Front:
         except Exception as error:
             # The message of an exception may quote a prompt: only its type and place are logged.
             place = "".join(traceback.format_tb(error.__traceback__)[-3:])
-            print(f"trivet: {type(error).__name__} in {scope['path']}\n{place}", file=sys.stderr)
+            say(f"trivet: {type(error).__name__} in {scope['path']}\n{place}")
             if not is_begun:
                 failure = RequestError("internal error", status=500, code="internal_error")
                 await error_response(failure)(scope, receive, send_marked)

@@ -6,7 +6,6 @@ that is there is only looked at: what packing needs (numpy and more) is not impo
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 
@@ -14,6 +13,7 @@ from trivet.checkpoint.cache import AUTO, CacheQuery
 from trivet.checkpoint.header import PackedHeader
 from trivet.config import ServerConfig, WeightFormat
 from trivet.errors import TrivetError
+from trivet.gateway.log import say
 from trivet.gateway.tokens import ModelFront
 
 _PROGRESS_S = 2.0  # a line of progress at most this often; nothing for a job that ends sooner
@@ -32,7 +32,7 @@ class _Progress:
         now = time.monotonic()
         if now - self._printed_at >= _PROGRESS_S:
             self._printed_at = now
-            print(f"{what}: {100 * done // max(1, total)} %", file=sys.stderr, flush=True)
+            say(f"{what}: {100 * done // max(1, total)} %")
 
 
 def load_front(

@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from typing import Protocol, TypeVar, cast
 
 from trivet.engine.stats import EngineStats
 from trivet.errors import EngineError
+from trivet.gateway.log import say
 from trivet.gateway.spawn import SpawnedWorker, spawn_worker
 from trivet.request import (
     CancelledEvent,
@@ -85,7 +85,7 @@ class _Link(asyncio.Protocol):
             for body in self._reader.feed(data):
                 self._worker.receive(decode_from_worker(body))
         except EngineError as error:
-            print(f"trivet: worker {self._worker.worker_id}: {error}", file=sys.stderr)
+            say(f"trivet: worker {self._worker.worker_id}: {error}")
             if self.transport is not None:
                 self.transport.abort()
 
@@ -251,8 +251,8 @@ class WorkerHandle:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.link_lost.wait(), _WATCH_S)
             if self.silence_s() > silence_limit_s and self._process is not None:
-                print(f"trivet: worker {self.worker_id} is silent: killed", file=sys.stderr)
                 self._process.kill()
+                say(f"trivet: worker {self.worker_id} is silent: killed")
 
     async def stop(self, state: str = "stopped") -> int | None:
         """Close the socket, wait for the process, kill it if it stays; returns its exit status."""
@@ -350,10 +350,9 @@ class WorkerPool:
             try:
                 spawned = self._first.pop() if self._first else spawn_worker(self._factory)
             except OSError as error:  # no process or no memory to be had at this moment
-                print(
+                say(
                     f"trivet: worker {worker.worker_id} cannot be started: {error}; "
-                    f"again in {pause:.1f} s",
-                    file=sys.stderr,
+                    f"again in {pause:.1f} s"
                 )
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, _RESTART_PAUSE_MAX_S)
@@ -376,10 +375,9 @@ class WorkerPool:
                 return
             worker.restarts += 1
             reason = f": {worker.load_failure.message}" if worker.load_failure is not None else ""
-            print(
+            say(
                 f"trivet: worker {worker.worker_id} died (exit status {status}){reason}; "
-                f"restart {worker.restarts} in {pause:.1f} s",
-                file=sys.stderr,
+                f"restart {worker.restarts} in {pause:.1f} s"
             )
             await asyncio.sleep(pause)
             pause = _RESTART_PAUSE_S if was_ready else min(pause * 2, _RESTART_PAUSE_MAX_S)

@@ -258,7 +258,12 @@ B = TypeVar("B", bound=Body)
 def parse_json(data: bytes) -> dict[str, Any]:
     """The body as an object. Raises RequestError: malformed, too deep, or not an object."""
     try:
-        value = json.loads(data)
+        try:
+            value = json.loads(data)
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            raise
+        except ValueError:  # an integer of thousands of digits: the field's own check refuses it
+            value = json.loads(data, parse_int=_parse_int)
     except RecursionError:
         raise RequestError("the body is nested too deeply") from None
     except UnicodeDecodeError:
@@ -267,8 +272,6 @@ def parse_json(data: bytes) -> dict[str, Any]:
         raise RequestError(
             f"the body is not valid JSON: {error.msg} at character {error.pos}"
         ) from None
-    except ValueError:  # an integer of thousands of digits: let the field's own check refuse it
-        value = json.loads(data, parse_int=lambda digits: _parse_int(digits))
     if not isinstance(value, dict):
         raise RequestError("the body must be a JSON object")
     return value

@@ -12,7 +12,6 @@ import contextlib
 import gc
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from trivet.config import ServerConfig
 from trivet.errors import EngineError, TrivetError
 from trivet.gateway.app import Gateway, build_app
 from trivet.gateway.launch import Hooks, Launch, listen
+from trivet.gateway.log import say
 from trivet.gateway.pool import WorkerHandle, WorkerPool
 
 _KEEP_ALIVE_S = 75  # longer than clients keep a connection in their pool
@@ -163,7 +163,7 @@ class Server:
             )
         pool.mark_started()
         for note in dict.fromkeys(note for w in pool.workers for note in _notes(w)):
-            print(note, file=sys.stderr, flush=True)
+            say(note)
         self.on_ready()
 
     async def _drain(self, gateway: Gateway) -> None:
@@ -194,14 +194,14 @@ def run_server(config: ServerConfig, hooks: Hooks, sock: socket.socket, launch: 
     def on_ready() -> None:
         gc.freeze()  # what was imported stays: no collection needs to look at it again
         gc.enable()
-        print(f"ready {server.url}", file=sys.stderr, flush=True)
+        say(f"ready {server.url}")
         threading.Thread(target=_release_free_memory, name="trivet-release").start()
 
     server.on_ready = on_ready
     try:
         server.run(launch, handle_signals=True)
     except EngineError as error:
-        print(f"trivet: {error}", file=sys.stderr)
+        say(f"trivet: {error}")
         return 1
     return 0
 
