@@ -428,3 +428,19 @@ def test_what_is_not_a_model_is_said_in_one_line(
             load_packed(model)
         assert "\n" not in str(caught.value)
         assert os.fspath(model) in str(caught.value)
+
+
+def test_an_end_token_outside_the_vocabulary_is_left_out(tmp_path: Path) -> None:
+    folder = build_folder(tmp_path / "model", VARIANTS["llama2"])
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    vocab = config["vocab_size"]
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [3, vocab, 1 << 40]}))
+    packed = load_packed(folder)
+    assert 3 in packed.spec.eos_ids
+    assert max(packed.spec.eos_ids) < vocab
+    assert packed.file.tokenizer().eos_ids == set(packed.spec.eos_ids)
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "config.json").write_text(json.dumps(config | {"bos_token_id": vocab}))
+    with pytest.raises(CheckpointError, match=f"begins prompts with token {vocab}"):
+        load_packed(folder)

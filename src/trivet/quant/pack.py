@@ -23,7 +23,7 @@ from trivet.checkpoint import SourceTensor
 from trivet.checkpoint.cache import cache_key
 from trivet.checkpoint.packed import PackedFile, PackedTensor, PackedWriter
 from trivet.checkpoint.resolve import ModelSource
-from trivet.checkpoint.tokenizer import quick_json
+from trivet.checkpoint.tokenizer import TokenizerData, quick_json
 from trivet.config import Scheme, WeightFormat
 from trivet.errors import CheckpointError, QuantError
 from trivet.models import Model, ModelSpec, open_model, rope_tables
@@ -56,7 +56,7 @@ def make_cache(
     try:
         with PackedWriter(path, capacity) as writer:
             header = pack_model(model, target, writer, progress)
-            data = model.tokenizer_data()
+            data = _within(model.tokenizer_data(), model.spec.vocab_size, source.path)
             raw = quick_json(data.json).encode()
             offset = writer.blob(raw)
             spec = dataclasses.replace(model.spec, bos_id=data.bos_id, eos_ids=data.eos_ids)
@@ -257,3 +257,16 @@ def _notes(tensors: Mapping[str, PackedTensor], target: WeightFormat | None) -> 
         f"{len(changed)} of {sum(t.kind != 'f32' for t in tensors.values())} weights are requantized"
         f" (worst: {worst.name}, {worst.source} to {worst.format}, error {worst.rel_error:.2g})"
     ]
+
+
+def _within(data: TokenizerData, vocab_size: int, path: Path) -> TokenizerData:
+    """The tokenizer without end tokens that the model cannot produce.
+
+    Raises CheckpointError: prompts would begin with a token that the model does not have.
+    """
+    if data.bos_id is not None and data.bos_id >= vocab_size:
+        raise CheckpointError(
+            path, f"begins prompts with token {data.bos_id}; its vocabulary has {vocab_size}"
+        )
+    eos_ids = tuple(token_id for token_id in data.eos_ids if token_id < vocab_size)
+    return dataclasses.replace(data, eos_ids=eos_ids)
