@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from trivet.checkpoint.cache import CacheQuery, writing
 from trivet.cli import main
+from trivet.config import WeightFormat
 from trivet.quant import load_packed
 
 
@@ -67,3 +69,26 @@ def test_help_spawns_no_worker(
     monkeypatch.setattr(subprocess, "Popen", refuse)
     assert main(words) == 0
     assert "Usage" in capsys.readouterr().out
+
+
+def test_a_start_that_waits_for_another_packer_ends_at_once(tiny_gguf: Path) -> None:
+    query = CacheQuery.of(tiny_gguf, WeightFormat.parse("w8a8-g128"))
+    command = [sys.executable, "-m", "trivet", "serve", str(tiny_gguf), "--port", "0"]
+    command += ["--weights", "w8a8-g128"]
+    with writing(query.paths), subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+        time.sleep(2)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+        assert process.returncode is not None
+
+
+def test_closed_descriptors_are_no_obstacle(tiny_model: Path) -> None:
+    load_packed(tiny_model)
+    words = f"exec {sys.executable} -m trivet serve {tiny_model} --port 0 <&- >&-"
+    with subprocess.Popen(["bash", "-c", words], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        lines = iter(process.stderr)
+        assert any(line.startswith("ready http") for line in lines)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0

@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +28,7 @@ PACKER_VERSION = 3  # raised whenever packing the same file would give other byt
 CACHE_VARIABLE = "TRIVET_CACHE"
 AUTO = "auto"  # the form that keeps the file's own grid
 _INSTALLED = ("site-packages", "dist-packages")
+_WAIT_S = 0.05
 _Packed = TypeVar("_Packed", bound=PackedHeader)
 
 
@@ -66,15 +68,18 @@ def cache_paths(source: ModelSource, requested: str) -> list[Path]:
 def user_cache() -> Path:
     """The folder TRIVET_CACHE names, else trivet's in the user's cache folder; it need not exist.
 
-    Raises ConfigError: TRIVET_CACHE is not a folder.
+    Raises ConfigError: TRIVET_CACHE is not a folder, or is not set for a user without a home.
     """
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
         if Path(chosen).exists() and not Path(chosen).is_dir():
             raise ConfigError(CACHE_VARIABLE, chosen, "a folder")
         return Path(chosen)
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "trivet"
+    caches = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(caches) if caches else Path.home() / ".cache") / "trivet"
+    except RuntimeError:
+        raise ConfigError(CACHE_VARIABLE, "", "a folder: this user has no home") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +104,7 @@ class CacheQuery:
         """The first sound, current cache; else None and why those that exist cannot serve."""
         reason = None
         for path in self.paths:
-            if not path.exists():
+            if not _is_file(path):
                 continue
             try:
                 packed = opener(path)
@@ -120,9 +125,18 @@ class CacheQuery:
         return "the model has changed"
 
 
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a folder that may not be searched: as good as none
+        return False
+
+
 @contextlib.contextmanager
-def writing(paths: list[Path]) -> Iterator[Path]:
+def writing(paths: list[Path], wait: Callable[[], None] = lambda: None) -> Iterator[Path]:
     """The first place that can be written, held by an exclusive lock of this process.
+
+    wait  called now and then while another process holds it; what it raises ends the waiting
 
     A second process waits here and then finds the cache. Raises CheckpointError: no place works.
     """
@@ -135,7 +149,7 @@ def writing(paths: list[Path]) -> Iterator[Path]:
             problem = f"{path.parent} cannot be written: {error.strerror or error}"
             continue
         with lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            _lock(lock.fileno(), wait)
             for left in left_behind(path):
                 left.unlink(missing_ok=True)  # of a process that died while packing
             yield path
@@ -143,3 +157,12 @@ def writing(paths: list[Path]) -> Iterator[Path]:
     raise CheckpointError(
         paths[-1], f"the packed cache has no place ({problem}); set {CACHE_VARIABLE} to a folder"
     )
+
+
+def _lock(descriptor: int, wait: Callable[[], None]) -> None:
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            wait()
+            time.sleep(_WAIT_S)

@@ -6,6 +6,7 @@ needs when it runs, so that ``trivet --version`` and ``--help`` answer at once.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -16,6 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0 done; 1 the job ran and its verdict is negative, or the engine failed; 2 bad usage or bad input,
     with one line on standard error; 130 interrupted.
     """
+    _fill_descriptors()
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words in (["--version"], ["-V"]):
         from trivet import __version__
@@ -31,6 +33,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # while `run` is imported; a verb's own is caught there
         print("trivet: interrupted", file=sys.stderr)
         return 130
+
+
+def _fill_descriptors() -> None:
+    """Standard input, output and error that the caller has closed become /dev/null.
+
+    Else the next socket would take their number, and a worker is spawned with these three replaced.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
 
 
 def _serve(words: Sequence[str]) -> int:

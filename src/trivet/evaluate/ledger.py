@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trivet.errors import CheckpointError
+from trivet.errors import CheckpointError, ConfigError
 from trivet.json_values import plain
 
 FIGURES = ("delta_ppl", "mean_kl")  # compared between runs, overall
@@ -60,9 +60,15 @@ class Entry:
 
 
 def default_ledger() -> Path:
-    """``gates.jsonl`` in the user's state folder."""
-    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(base) / "trivet" / "gates.jsonl"
+    """``gates.jsonl`` in the user's state folder.
+
+    Raises ConfigError: XDG_STATE_HOME is not set for a user without a home.
+    """
+    base = os.environ.get("XDG_STATE_HOME")
+    try:
+        return (Path(base) if base else Path.home() / ".local" / "state") / "trivet" / "gates.jsonl"
+    except RuntimeError:
+        raise ConfigError("XDG_STATE_HOME", "", "a folder: this user has no home") from None
 
 
 def now() -> str:

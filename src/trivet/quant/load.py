@@ -139,7 +139,7 @@ def load_packed(
     found, stale = query.find(PackedFile.open)
     state = "hit"
     if found is None:
-        with writing(query.paths) as path:
+        with writing(query.paths, lambda: _tell_of_waiting(progress)) as path:
             found, stale = query.find(PackedFile.open)  # another process may have been faster
             if found is None:
                 from trivet.quant.pack import make_cache
@@ -154,6 +154,11 @@ def load_packed(
         raise ConfigError("max_model_len", max_model_len, allowed)
     shorter = dataclasses.replace(packed.spec, max_positions=max_model_len)
     return dataclasses.replace(packed, spec=shorter)
+
+
+def _tell_of_waiting(progress: Progress | None) -> None:
+    if progress is not None:
+        progress("waiting for another process that packs this model", 0, 1)
 
 
 def _packed_model(file: PackedFile, state: str, stale: str | None) -> PackedModel:
