@@ -185,3 +185,20 @@ def test_two_workers_share_the_load() -> None:
 
 def test_server_url(server: LocalServer) -> None:
     assert server.url.startswith("http://127.0.0.1:")
+
+
+def test_long_texts_and_lists_do_not_stop_other_clients(http: httpx.Client) -> None:
+    """What takes long is done beside the event loop: the answers stay the same."""
+    ids = [65, 66, 67] * 10_000
+    text = http.post("/detokenize", json={"tokens": ids}).json()["prompt"]
+    assert http.post("/tokenize", json={"prompt": text}).json()["count"] > 0
+    short = http.post("/detokenize", json={"tokens": ids[:3]}).json()["prompt"]
+    assert text == short * 10_000
+    message = {"role": "user", "content": "hello"}
+    counts = [
+        http.post("/tokenize", json={"messages": [message] * count}).json()["count"]
+        for count in (1, 2, 12_000)
+    ]
+    assert counts[2] == counts[0] + (counts[1] - counts[0]) * 11_999
+    bad = http.post("/detokenize", json={"tokens": [*ids, 10**9]})
+    assert bad.status_code == 400

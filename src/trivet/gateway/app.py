@@ -48,6 +48,8 @@ from trivet.worker.frames import Ready
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of the completions API
 _OPEN_PATHS = frozenset({"/health", "/version", "/metrics"})
 _OFFLOAD_CHARS = 16_384  # texts above this are tokenized off the event loop
+_OFFLOAD_IDS = 1 << 14
+_MESSAGE_CHARS = 64  # what a template costs for a message, in characters of text
 _OFFLOAD_BYTES = 262_144  # and so are bodies above this
 _SEED_BITS = 53  # seeds drawn here survive JSON numbers of every client
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}\Z")
@@ -119,7 +121,11 @@ class Gateway:
     ) -> list[int]:
         """Token ids of a chat. Raises RequestError: the template refuses the messages."""
         front, *_ = self.serving()
-        text = front.tokenizer.apply_chat_template(messages, add_generation_prompt)
+        render = front.tokenizer.apply_chat_template
+        if sum(len(message["content"]) + _MESSAGE_CHARS for message in messages) > _OFFLOAD_CHARS:
+            text = await asyncio.to_thread(render, messages, add_generation_prompt)
+        else:
+            text = render(messages, add_generation_prompt)
         return await self.encode(text, add_special_tokens)
 
     # --- generations ----------------------------------------------------------------------------
@@ -133,6 +139,8 @@ class Gateway:
         skip = body.skip_special_tokens is not False
         prompts = []
         for number, item in enumerate(body.prompts()):
+            if number:
+                await asyncio.sleep(0)  # thousands of prompts do not stop other clients' streams
             if isinstance(item, str):
                 ids = await self.encode(item, body.add_special_tokens is not False)
                 prompt = Prompt(ids, item)
@@ -308,15 +316,20 @@ class Gateway:
         }
         if body.return_token_strs:
             answer["token_strs"] = [front.tokenizer.id_to_token(token_id) for token_id in ids]
-        return _json(answer)
+        return await asyncio.to_thread(_json, answer) if len(ids) > _OFFLOAD_IDS else _json(answer)
 
     async def detokenize(self, http: HTTPRequest) -> Response:
         """POST /detokenize."""
         body = await _parsed(http, protocol.parse_detokenize)
         self.check_model(body.model)
         front, _, _, ready = self.serving()
-        protocol.check_token_ids(body.tokens, "tokens", ready.vocab_size)
-        return _json({"prompt": front.tokenizer.decode(body.tokens, False)})
+
+        def text() -> str:
+            protocol.check_token_ids(body.tokens, "tokens", ready.vocab_size)
+            return front.tokenizer.decode(body.tokens, False)
+
+        is_long = len(body.tokens) > _OFFLOAD_IDS
+        return _json({"prompt": await asyncio.to_thread(text) if is_long else text()})
 
     async def tokenizer_info(self, http: HTTPRequest) -> Response:
         """GET /tokenizer_info."""

@@ -23,10 +23,12 @@ from trivet.request import SamplingParams
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 2048
+MAX_MESSAGES = 1 << 14
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024  # of one stop string
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 4096
+MAX_STOP_IDS = 4096
 MAX_TOKENS = 1 << 24  # an upper bound of any context
 MAX_BIAS = 100.0
 ROLES = ("system", "developer", "user", "assistant")
@@ -172,7 +174,7 @@ class GenerationBody(Body, frozen=True, kw_only=True):
             frequency_penalty=self.frequency_penalty or 0.0,
             logit_bias=_logit_bias(self.logit_bias or {}, vocab_size),
             allowed_token_ids=_allowed_ids(self.allowed_token_ids, vocab_size),
-            stop_token_ids=_token_ids(self.stop_token_ids or [], "stop_token_ids", vocab_size),
+            stop_token_ids=_stop_ids(self.stop_token_ids or [], vocab_size),
             ignore_eos=bool(self.ignore_eos),
             seed=seed % (1 << 64),
             logprobs=logprobs,
@@ -497,6 +499,10 @@ def _check_generation(body: GenerationBody) -> None:
 
 
 def _check_messages(messages: Sequence[ChatMessage]) -> None:
+    if len(messages) > MAX_MESSAGES:
+        raise RequestError(
+            f"messages: {len(messages)} messages; allowed: {MAX_MESSAGES}", "messages"
+        )
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         if message.role not in ROLES:
@@ -550,11 +556,24 @@ def _token_ids(ids: list[int], param: str, vocab_size: int) -> list[int]:
     return ids
 
 
+def _stop_ids(ids: list[int], vocab_size: int) -> list[int]:
+    if len(ids) > MAX_STOP_IDS:
+        raise RequestError(
+            f"stop_token_ids: {len(ids)} ids; allowed: {MAX_STOP_IDS}", "stop_token_ids"
+        )
+    return _token_ids(ids, "stop_token_ids", vocab_size)
+
+
 def _allowed_ids(ids: list[int] | None, vocab_size: int) -> list[int] | None:
     if ids is None:
         return None
     if not ids:
         raise RequestError("allowed_token_ids: an empty list", "allowed_token_ids")
+    if len(ids) > vocab_size:
+        raise RequestError(
+            f"allowed_token_ids: {len(ids)} ids; allowed: {vocab_size}, the vocabulary",
+            "allowed_token_ids",
+        )
     return _token_ids(ids, "allowed_token_ids", vocab_size)
 
 
