@@ -94,6 +94,7 @@ def test_gptq_beats_round_to_nearest_on_fresh_inputs(
     after = output_error(dequantize(result) - weight, gram(fresh))
     assert after < 0.7 * before
     assert result.codes.max() <= grid.max_code
+    assert result.codes.min() >= (1 if bits == 8 and symmetric else 0)
     has_index = act_order == "desc_act" and group is not None
     assert (result.group_index is not None) == has_index
 

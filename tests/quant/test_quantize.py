@@ -20,7 +20,7 @@ from trivet.checkpoint.huggingface import read_safetensors_header
 from trivet.errors import CheckpointError, ConfigError, QuantError
 from trivet.models import open_model
 from trivet.models.reference import float_logits
-from trivet.quant import pipeline
+from trivet.quant import load_packed, pipeline
 from trivet.quant.observe import LayerWeights
 from trivet.quant.plan import loaders, make_plan, parse_target
 from trivet.quant.proof import LinearProof, check_proof
@@ -74,6 +74,22 @@ def test_every_method_writes_what_the_loader_reads(
             assert linear["damp"] == 0.01
     assert (tmp_path / "out" / "tokenizer.json").exists()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq", "awq", "awq+gptq"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_engine_holds_what_is_written_exactly(
+    source: Path, tmp_path: Path, method: str, bits: int
+) -> None:
+    """Symmetric 8 bits have no code -128, which the engine's int8 does not hold."""
+    for group in (32, None):
+        out = tmp_path / f"out-{group}"
+        quantize(source, out, method=method, bits=bits, **{**QUICK, "group_size": group})
+        linears = [
+            tensor for tensor in load_packed(out).report if tensor.name.startswith("layers.")
+        ]
+        assert len(linears) >= 4 * SHAPE.layers
+        assert [(t.name, t.form, t.note) for t in linears if not t.exact] == []
 
 
 @pytest.mark.parametrize("format", ["fp8", "compressed-tensors"])

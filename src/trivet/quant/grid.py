@@ -35,6 +35,11 @@ class Grid:
         return int(2**self.bits - 1)
 
     @property
+    def min_code(self) -> int:
+        """0; of symmetric 8 bits 1, which stands for -127: the engine's int8 codes have no -128."""
+        return 1 if self.bits == 8 and self.symmetric else 0
+
+    @property
     def middle(self) -> int:
         """The code of zero of symmetric grids."""
         return int(2 ** (self.bits - 1))

@@ -204,7 +204,7 @@ def _columns(
             zero = shift if isinstance(shift, np.float32) else shift[g]
             code = np.rint(left[j] * inverse[g])
             code += zero
-            code.clip(0, grid.max_code, out=code)
+            code.clip(grid.min_code, grid.max_code, out=code)
             codes[order[j]] = code
             code -= zero
             code *= wide[g]
@@ -289,7 +289,7 @@ def _descend(weight: Float32, gram: Float32, grid: Grid, quantized: CodeGrid) ->
             wanted *= inverse[g]
             np.rint(wanted, out=wanted)
             wanted += zero
-            wanted.clip(0, grid.max_code, out=wanted)
+            wanted.clip(grid.min_code, grid.max_code, out=wanted)
             codes[j] = wanted
             wanted -= zero
             wanted *= wide[g]

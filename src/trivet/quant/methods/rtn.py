@@ -1,9 +1,9 @@
 """Round to nearest, with and without a search for the scale of each group.
 
 `plain` takes the scale from the range of a group; `search` tries scales around the one that maps the
-value of largest magnitude, with its sign, to the lowest code (so that all 2^bits codes are used), then
-fits the scale to the chosen codes by least squares. With an importance per column (the diagonal of the
-Hessian) errors count by it.
+value of largest magnitude, with its sign, to the lowest code (so that all codes of the grid are used),
+then fits the scale to the chosen codes by least squares. With an importance per column (the diagonal of
+the Hessian) errors count by it.
 
 Source: signed maximum as in llama.cpp's Q4_0; the search is ours.
 """
@@ -100,7 +100,7 @@ def _inverse(scales: Float32) -> Float32:
 def _codes(blocks: Float32, scales: Float32, shift: object, grid: Grid) -> Float32:
     codes: Float32 = np.rint(blocks * _inverse(scales)[:, :, None])
     codes += np.asarray(shift, np.float32)
-    codes.clip(0, grid.max_code, out=codes)
+    codes.clip(grid.min_code, grid.max_code, out=codes)
     return codes
 
 
@@ -129,19 +129,19 @@ def _fitted(
 def _symmetric(
     blocks: Float32, grid: Grid, search: bool, weights: Float32 | None
 ) -> tuple[Float32, None]:
-    middle = grid.middle
+    middle, lowest = grid.middle, grid.min_code - grid.middle
     place = np.abs(blocks).argmax(axis=2)
     largest = np.take_along_axis(blocks, place[:, :, None], axis=2)[:, :, 0]
-    best = _stored(largest / np.float32(-middle))
+    best = _stored(largest / np.float32(lowest))
     if not search:
         return best, None
     codes = _codes(blocks, best, middle, grid)
     error = _error(blocks, codes, best, middle, weights)
     shares = _SHARES[1:] + (_LOW_BIT_SHARES if grid.bits < 4 else ())
-    other = np.float32(middle / max(middle - 1, 1))  # the largest value at the other end
+    other = np.float32(-lowest / max(middle - 1, 1))  # the largest value at the other end
     flipped = [-float(other) * share for share in (1.0, *shares)]
     for share in (*shares, *flipped):
-        scales = _stored(largest * np.float32(share) / np.float32(-middle))
+        scales = _stored(largest * np.float32(share) / np.float32(lowest))
         best, error = _better(blocks, grid, scales, middle, weights, best, error)
     for _ in range(_ROUNDS):
         codes = _codes(blocks, best, middle, grid)
