@@ -53,6 +53,7 @@ def test_the_three_kinds_of_lines(tmp_path: Path) -> None:
         ('{"messages": []}', "none of prompt"),
         ('{"messages": [{"role": "user"}]}', "none of prompt"),
         ("[" * 100_000, "line 1 is not JSON"),
+        (f'{{"prompt": {"9" * 5000}}}', "line 1 is not JSON"),
     ],
 )
 def test_bad_lines_are_named(tmp_path: Path, text: str, reason: str) -> None:

@@ -269,6 +269,8 @@ CONFIG_EDITS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "vocabulary": ({"vocab_size": 999}, ("model.embed_tokens.weight", "shape")),
     "eps": ({"rms_norm_eps": "small"}, ("rms_norm_eps",)),
     "eps NaN": ({"rms_norm_eps": float("nan")}, ("rms_norm_eps",)),
+    "eps beyond floats": ({"rms_norm_eps": 10**400}, ("rms_norm_eps",)),
+    "theta beyond floats": ({"rope_theta": 10**400}, ("rope_theta",)),
     "theta": ({"rope_theta": -1}, ("rope_theta",)),
     "rope type": ({"rope_scaling": {"rope_type": "spiral"}}, ("spiral",)),
     "rope a list": ({"rope_scaling": [1]}, ("rope_scaling",)),

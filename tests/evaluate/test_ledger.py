@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
-from trivet.evaluate import ledger
+from trivet.evaluate import ledger, run
 from trivet.evaluate.ledger import Entry, interaction
 from trivet.evaluate.next_step import Recipe, next_step, recipe_of
 from trivet.evaluate.results import CheckResult, Finding, Kind, Verdict
@@ -25,7 +26,10 @@ def test_entries_come_back_and_broken_lines_are_passed_over(tmp_path: Path) -> N
     assert ledger.read(path) == []
     ledger.append(path, _entry(0.1, weights="w8a8"))
     with path.open("a") as file:
-        file.write('{"half a li\n[1]\n')
+        file.write('{"half a li\n[1]\n' + "[" * 200_000 + "\n")
+        for figure in (10**400, "1"):
+            odd = dataclasses.asdict(_entry(0.1)) | {"figures": {"delta_ppl": figure}}
+            file.write(json.dumps(odd) + "\n")
     ledger.append(path, _entry(0.2, kv="int8"))
     assert [entry.variables for entry in ledger.read(path)] == [{"weights": "w8a8"}, {"kv": "int8"}]
 
@@ -98,6 +102,11 @@ def test_what_a_candidate_was_made_with_is_read_from_its_folder() -> None:
     assert next_step(Verdict.REJECT, _rejected(), found)[0] == "8-bits"
     assert recipe_of("w4a8-g32", "bf16", {"method": "gptq", "calibration": None}).steps == ()
     assert recipe_of("w8a8", "bf16", None).steps == ("8-bits",)
+
+
+def test_a_broken_description_of_a_candidate_is_none(tmp_path: Path) -> None:
+    (tmp_path / "quantization.json").write_text("[" * 200_000)
+    assert run._quantization(str(tmp_path)) is None
 
 
 def test_steps_that_do_not_apply_are_left_out() -> None:

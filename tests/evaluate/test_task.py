@@ -120,6 +120,39 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("at", "edit"),
+    [
+        (0, {"gold": 1.5}),
+        (0, {"gold": True}),
+        (0, {"query": 7}),
+        (1, {"label": float("inf")}),
+        (1, {"label": "9" * 5000}),
+        (1, {"ctx": 7}),
+        (2, {"goal": 7}),
+        (3, {"context_options": [1, 2]}),
+        (3, {"gold": float("inf")}),
+        (4, {"question": 7}),
+        (5, {"answer": 1.5}),
+        (6, {"question": 7}),
+        (7, {"context": 7}),
+        (9, {"sql": 7}),
+        (10, {"prompt": 7}),
+        (10, {"format": {"regex": "(" * 5000}}),
+    ],
+)
+def test_values_of_another_type_are_named(at: int, edit: dict[str, Any], tmp_path: Path) -> None:
+    path = _write(tmp_path / "a.jsonl", FORMS[at][0], {**FORMS[at][0], **edit})
+    with pytest.raises(CheckpointError, match="item 2 is not of the form of the first"):
+        read_task(path)
+
+
+def test_a_line_that_nests_too_deeply_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("[" * 200_000)
+    with pytest.raises(CheckpointError, match="line 1 is not JSON"):
+        read_task(tmp_path / "a.jsonl")
+
+
 def test_the_common_benchmarks_are_read() -> None:
     tasks: list[Task] = load_tasks(data_file("tasks"))
     forms = {task.name: task.form for task in tasks}

@@ -84,7 +84,7 @@ def read_prompts(path: str | Path, tokenizer: ChatEncoder) -> list[list[int]]:
 def _parse_line(path: Path, number: int, line: str, tokenizer: ChatEncoder) -> list[int]:
     try:
         item = json.loads(line)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         raise CheckpointError(path, f"line {number} is not JSON") from None
     if not isinstance(item, dict):
         raise CheckpointError(path, f"line {number} is not a JSON object")

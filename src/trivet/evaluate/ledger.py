@@ -53,10 +53,20 @@ class Entry:
         try:
             value = json.loads(line)
             entry = cls(**{field.name: value[field.name] for field in dataclasses.fields(cls)})
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return None
-        is_ours = isinstance(entry.variables, dict) and isinstance(entry.steps, list)
+        is_ours = (
+            isinstance(entry.variables, dict)
+            and isinstance(entry.steps, list)
+            and isinstance(entry.figures, dict)
+            and all(_is_figure(figure) for figure in entry.figures.values())
+        )
         return entry if is_ours else None
+
+
+def _is_figure(value: object) -> bool:
+    """None, or a finite number that floats hold."""
+    return value is None or (isinstance(value, (int, float)) and abs(value) < 1e300)
 
 
 def default_ledger() -> Path:

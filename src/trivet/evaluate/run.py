@@ -311,7 +311,7 @@ def _quantization(model: str) -> dict[str, Any] | None:
     try:
         text = (Path(model) / "quantization.json").read_text(encoding="utf-8")
         found = json.loads(text)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 

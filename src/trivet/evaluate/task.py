@@ -130,7 +130,7 @@ def read_task(path: Path) -> Task:
             continue
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise CheckpointError(path, f"line {number} is not JSON") from None
         if not isinstance(row, dict):
             raise CheckpointError(path, f"line {number} is no JSON object")
@@ -145,7 +145,12 @@ def read_task(path: Path) -> Task:
     for number, row in enumerate(rows, 1):
         try:
             item = reader.read(row)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError, re.error):
+            if item is not None:
+                _check_texts(item)
+        except (
+            LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError,
+            re.error,
+        ):  # fmt: skip
             raise CheckpointError(path, f"item {number} is not of the form of the first") from None
         if item is not None:
             items.append(item)
@@ -165,10 +170,34 @@ def read_task(path: Path) -> Task:
 # -- forms of files -----------------------------------------------------------------------------
 
 
-def _choice(prompt: str, choices: Sequence[str], gold: int) -> Item:
-    if not 0 <= gold < len(choices) or len(choices) < 2:
-        raise ValueError(gold)
-    return Item((Prompt(prompt),), tuple(str(choice) for choice in choices), gold)
+def _check_texts(item: Item) -> None:
+    """Raises TypeError: a prompt, a choice or the answer is no text."""
+    texts = [*(prompt.text for prompt in item.prompts), *item.choices, item.answer]
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError(item)
+
+
+def _text(row: Mapping[str, Any], key: str) -> str:
+    """A field that is put into a prompt. Raises TypeError, KeyError."""
+    if not isinstance(row[key], str):
+        raise TypeError(row[key])
+    return str(row[key])
+
+
+def _place(value: object, count: int) -> int:
+    """The place of the right one of ``count`` choices: an integer, or its digits as text."""
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if not is_integer and not (isinstance(value, str) and value.strip().isdecimal()):
+        raise TypeError(value)
+    place = int(value)  # type: ignore[call-overload]
+    if not 0 <= place < count or count < 2:
+        raise ValueError(value)
+    return int(place)
+
+
+def _choice(prompt: str, choices: Sequence[str], gold: object) -> Item:
+    place = _place(gold, len(choices))
+    return Item((Prompt(prompt),), tuple(str(choice) for choice in choices), place)
 
 
 def _letter(label: str) -> int:
@@ -177,18 +206,16 @@ def _letter(label: str) -> int:
 
 def _query(row: dict[str, Any]) -> Item:
     choices = [f" {choice}" for choice in row["choices"]]
-    return _choice(f"{row['query']}\nAnswer:", choices, row["gold"])
+    return _choice(f"{_text(row, 'query')}\nAnswer:", choices, row["gold"])
 
 
 def _hellaswag(row: dict[str, Any]) -> Item:
-    return _choice(row["ctx"], [f" {ending}" for ending in row["endings"]], int(row["label"]))
+    return _choice(row["ctx"], [f" {ending}" for ending in row["endings"]], row["label"])
 
 
 def _piqa(row: dict[str, Any]) -> Item:
-    prompt = f"Question: {row['goal']}\nAnswer:"
-    return _choice(
-        prompt, [f" {row['sol1'].strip()}", f" {row['sol2'].strip()}"], int(row["label"])
-    )
+    prompt = f"Question: {_text(row, 'goal')}\nAnswer:"
+    return _choice(prompt, [f" {row['sol1'].strip()}", f" {row['sol2'].strip()}"], row["label"])
 
 
 def _options(row: dict[str, Any]) -> Item | None:
@@ -196,27 +223,26 @@ def _options(row: dict[str, Any]) -> Item | None:
         return None  # several right answers
     text = f"{row['passage']}\n" if row.get("passage") else ""
     choices = [" " + re.sub(r"^\([A-H]\)\s*", "", option) for option in row["options"]]
-    return _choice(f"{text}{row['question']}\n", choices, _letter(row["label"]))
+    return _choice(f"{text}{_text(row, 'question')}\n", choices, _letter(row["label"]))
 
 
 def _question(row: dict[str, Any]) -> Item | None:
     if row.get("error_type", "ok") != "ok":
         return None
     choices = [f" {choice}" for choice in row["choices"]]
-    return _choice(f"Question: {row['question']}\nAnswer:", choices, int(row["answer"]))
+    return _choice(f"Question: {_text(row, 'question')}\nAnswer:", choices, row["answer"])
 
 
 def _contexts(row: dict[str, Any]) -> Item:
-    contexts, gold = row["context_options"], int(row["gold"])
-    if not 0 <= gold < len(contexts) or len(contexts) < 2:
-        raise ValueError(gold)
+    contexts = row["context_options"]
+    gold = _place(row["gold"], len(contexts))
     continuation = " " + row["continuation"].strip()
     return Item(tuple(Prompt(text) for text in contexts), (continuation,), gold)
 
 
 def _worked(row: dict[str, Any]) -> Item:
     answer = row["answer"].rpartition("####")[2].strip().replace(",", "")
-    return Item((Prompt(f"Question: {row['question']}\nAnswer:"),), answer=answer)
+    return Item((Prompt(f"Question: {_text(row, 'question')}\nAnswer:"),), answer=answer)
 
 
 def _continuation(row: dict[str, Any]) -> Item:
@@ -225,7 +251,9 @@ def _continuation(row: dict[str, Any]) -> Item:
 
 
 def _answer(row: dict[str, Any]) -> Item:
-    return Item((Prompt(f"Question: {row['context']}\nAnswer:"),), answer=f" {row['answer']}")
+    return Item(
+        (Prompt(f"Question: {_text(row, 'context')}\nAnswer:"),), answer=f" {row['answer']}"
+    )
 
 
 def _humaneval(row: dict[str, Any]) -> Item:
@@ -239,7 +267,7 @@ def _humaneval(row: dict[str, Any]) -> Item:
 def _mbpp(row: dict[str, Any]) -> Item:
     tests = [str(test) for test in row["test_list"]]
     imports = "\n".join(row.get("test_imports", []))
-    text = f'"""\n{row["prompt"]}\n{tests[0]}\n"""\n'
+    text = f'"""\n{_text(row, "prompt")}\n{tests[0]}\n"""\n'
     return Item(
         (Prompt(text),),
         answer=row["code"],
@@ -248,7 +276,7 @@ def _mbpp(row: dict[str, Any]) -> Item:
 
 
 def _sql(row: dict[str, Any]) -> Item:
-    prompt = f"{row['schema'].strip()}\n-- {row['question']}\n"
+    prompt = f"{row['schema'].strip()}\n-- {_text(row, 'question')}\n"
     return Item((Prompt(prompt),), answer=row["sql"], data={"schema": row["schema"]})
 
 

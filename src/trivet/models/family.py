@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,7 @@ class _Settings:
         if value is None and default is not None:
             return default
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not 0 < value < math.inf:  # type: ignore[operator]
+        if not is_number or not 0 < value <= sys.float_info.max:  # type: ignore[operator]
             raise self.fail(key, "a number above 0")
         return float(value)  # type: ignore[arg-type]
 
