@@ -64,12 +64,22 @@ def test_a_relative_model_is_taken_from_beside_the_recipe(tmp_path: Path) -> Non
     (tmp_path / "model.gguf").write_bytes(b"")
     assert _roundtrip(Recipe(model="model.gguf"), tmp_path).model == str(tmp_path / "model.gguf")
     assert _roundtrip(Recipe(model="demo"), tmp_path).model == "demo"
+    (tmp_path / "folder").mkdir()
+    assert _roundtrip(Recipe(model="folder"), tmp_path).model == "folder"  # not a model
+    for name in ("folder", "demo"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "config.json").write_text("{}")
+    assert _roundtrip(Recipe(model="folder"), tmp_path).model == str(tmp_path / "folder")
+    assert _roundtrip(Recipe(model="demo"), tmp_path).model == "demo"  # reserved
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "version"),
+        ("", "version is missing; add version = 1"),
+        ("version = true\nmodel = 'demo'", "version must be 1, found True"),
+        ("version = 1.0\nmodel = 'demo'", "version must be 1, found 1.0"),
+        ("version = 1\nmodel = ''", "model is empty"),
         ("version = 2\nmodel = 'demo'", "version"),
         ("version = 1", "model is missing"),
         ("version = 1\nmodel = 'demo'\nweight = 'bf16'", "unknown key weight"),

@@ -12,6 +12,7 @@ import re
 
 from trivet.errors import ConfigError
 
+DEMO = "demo"  # what the demo model is called; reserved
 PAGE_TOKENS = 32  # tokens of one KV page; part of the numerics contract (key blocks of 32)
 SPAN_TOKENS = 256  # keys of one attention span; part of the numerics contract
 

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trivet.config import KVFormat, ModelConfig, WeightFormat
+from trivet.config import DEMO, KVFormat, ModelConfig, WeightFormat
 from trivet.errors import CheckpointError, ConfigError
 
 VERSION = 1
@@ -127,7 +127,8 @@ def is_recipe(model: str) -> bool:
 def load_recipe(path: str | Path) -> Recipe:
     """Read a recipe file.
 
-    A relative ``model`` that exists beside the recipe is taken from there.
+    A relative ``model`` that lies beside the recipe, a model folder or a .gguf file, is taken from
+    there; ``demo`` always is the demo model.
     Raises CheckpointError: not readable, not TOML, no version 1, an unknown key, a wrong type;
     ConfigError: a format or drafter that does not exist.
     """
@@ -142,8 +143,11 @@ def load_recipe(path: str | Path) -> Recipe:
         raise CheckpointError(path, "is not UTF-8 text") from None
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise CheckpointError(path, f"is not valid TOML: {error}") from None
-    if data.get("version") != VERSION:
-        raise CheckpointError(path, f"version must be {VERSION}, found {data.get('version')!r}")
+    if "version" not in data:
+        raise CheckpointError(path, f"version is missing; add version = {VERSION}")
+    version = data["version"]
+    if type(version) is not int or version != VERSION:  # true and 1.0 equal 1 in Python
+        raise CheckpointError(path, f"version must be {VERSION}, found {version!r:.80}")
     fields: dict[str, Any] = {}
     for key, value in data.items():
         if key == "version":
@@ -163,10 +167,19 @@ def load_recipe(path: str | Path) -> Recipe:
             raise CheckpointError(path, f"unknown key {key}")
     if "model" not in fields:
         raise CheckpointError(path, "key model is missing")
+    if not fields["model"]:
+        raise CheckpointError(
+            path, "model is empty; expected a folder, a .gguf file, a hub id or demo"
+        )
     beside = path.parent / fields["model"]
-    if not Path(fields["model"]).is_absolute() and beside.exists():
+    if fields["model"] != DEMO and not Path(fields["model"]).is_absolute() and _is_model(beside):
         fields["model"] = str(beside)
     return Recipe(**fields)
+
+
+def _is_model(path: Path) -> bool:
+    """Whether a path looks like a model; a folder of another kind may have a model's name."""
+    return (path / "config.json").is_file() or (path.suffix == ".gguf" and path.is_file())
 
 
 def _expect(path: Path, key: str, value: object, kind: type) -> None:

@@ -89,10 +89,12 @@ def test_a_ladder_end_to_end(tiny_gguf: Path, tmp_path: Path) -> None:
     assert recipe.model == str(tiny_gguf)
 
 
-def test_asked_rungs_only_and_no_gate(tiny_model: Path) -> None:
+def test_asked_rungs_only_and_no_gate(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tiny_model.parent)
     ladder = climb(
-        LadderOptions(model=str(tiny_model), rungs=("w4",), gate="off", budget_s=4.0, threads=1)
+        LadderOptions(model=tiny_model.name, rungs=("w4",), gate="off", budget_s=4.0, threads=1)
     )
+    assert ladder.recipe.model == str(tiny_model)  # the recipe is used from any folder
     baseline, w4 = ladder.rungs
     assert (baseline.name, w4.name) == ("bf16", "w4")
     assert (w4.weights, w4.is_exact) == ("w4a8-g32", False)

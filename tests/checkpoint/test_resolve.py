@@ -56,10 +56,37 @@ def test_demo_without_its_package_says_how_to_install(monkeypatch: pytest.Monkey
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
-    _assert_one_line(tmp_path / "absent", "absent", "is not a model")
+    _assert_one_line(tmp_path / "absent", "absent", "no such file", "recipe (.toml)")
+    _assert_one_line("absent", "is not a model", "recipe (.toml)")
     _assert_one_line("", "is not a model")
     (tmp_path / "empty").mkdir()
     _assert_one_line(tmp_path / "empty", "empty", "config.json")
+
+
+def test_a_missing_file_is_not_looked_for_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def download(hub_id: str, **_: object) -> str:
+        raise AssertionError(hub_id)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    for name in ("out/absent", "elsewhere/model.gguf", "elsewhere/recipe.toml", "absent.toml"):
+        _assert_one_line(name, name, "no such file")
+
+
+def test_a_recipe_is_named_as_such(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text("version = 1\n")
+    _assert_one_line(tmp_path / "recipe.toml", "is a recipe", "load_recipe", "LLM")
+
+
+@pytest.mark.demo
+def test_demo_is_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    build_folder(tmp_path / "demo", "llama3")
+    assert resolve_model("demo").path == demo_file()
+    assert resolve_model("./demo").path == Path("demo")
 
 
 def test_hub_ids_are_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

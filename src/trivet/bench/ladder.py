@@ -27,7 +27,7 @@ from trivet.bench.process import EngineProcess
 from trivet.bench.prompts import NaturalText
 from trivet.bench.rung import RUNGS, Ladder, LadderOptions, Rung, Setting
 from trivet.bench.session import BatchJob
-from trivet.config import ModelConfig
+from trivet.config import DEMO, ModelConfig
 from trivet.evaluate import (
     EncodedCorpus,
     Quality,
@@ -485,8 +485,9 @@ class _Climb:
         self, rungs: Sequence[Rung], machine: dict[str, Any], corpora: list[dict[str, Any]]
     ) -> Recipe:
         model = self._options.model
-        if Path(model).exists():
-            model = str(Path(model).resolve())
+        path = Path(model).expanduser()
+        if model != DEMO and path.exists():
+            model = str(path.resolve())  # the recipe is used from any folder
         setting = self._current
         evidence = {
             "machine": {key: value for key, value in machine.items() if value is not None},

@@ -1,4 +1,7 @@
-"""From what a user calls a model to files: a folder, a ``.gguf`` file, a hub id, or ``demo``."""
+"""From what a user calls a model to files: a folder, a ``.gguf`` file, a hub id, or ``demo``.
+
+``demo`` always is the demo model; a folder of that name is ``./demo``.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,12 @@ import os
 import re
 from pathlib import Path
 
+from trivet.config import DEMO
 from trivet.errors import CheckpointError
 
-DEMO = "demo"
 DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
+_EXPECTED = "expected a folder with config.json, a .gguf file, a hub id, a recipe (.toml) or demo"
 _SIDE_FILES = (
     "config.json",
     "quantize_config.json",
@@ -42,21 +46,33 @@ def resolve_model(model: str | os.PathLike[str]) -> ModelSource:
     is missing.
     """
     text = os.fspath(model)
-    if text == DEMO and not Path(text).exists():
+    if text == DEMO:
         return _demo()
     path = Path(text).expanduser()
     if path.is_dir():
         return _folder(path, path.resolve().name)
+    if path.is_file() and path.suffix == ".toml":
+        raise CheckpointError(
+            path,
+            "is a recipe (.toml) where a model is expected; from Python, trivet.recipe.load_recipe"
+            " reads it, and LLM takes its model, weights and kv",
+        )
     if path.is_file():
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
                 raise CheckpointError(path, "is not a GGUF file (wrong magic)")
         return ModelSource("gguf", path, path.stem, (path,))
+    if not path.exists() and _is_path(path):
+        raise CheckpointError(text, f"no such file or folder; {_EXPECTED}")
     if not path.exists() and _HUB_ID.match(text):
         return _hub(text)
-    raise CheckpointError(
-        text, "is not a model; expected a folder with config.json, a .gguf file, a hub id or demo"
-    )
+    raise CheckpointError(text, f"is not a model; {_EXPECTED}")
+
+
+def _is_path(path: Path) -> bool:
+    """Whether what is not there was meant to be a file or folder here, and no hub id."""
+    named = path.suffix in (".gguf", ".toml")
+    return named or (len(path.parts) > 1 and path.parent.is_dir())
 
 
 def _demo() -> ModelSource:
