@@ -63,6 +63,7 @@ def test_exports_are_sorted_and_importable(path: Path) -> None:
     module = importlib.import_module(module_name(path))
     missing = [name for name in names if not hasattr(module, name)]
     assert not missing
+    assert set(names) <= set(dir(module))
 
 
 @pytest.mark.parametrize(

@@ -28,3 +28,7 @@ def __getattr__(name: str) -> Any:
 
         return quantize
     raise AttributeError(f"module 'trivet' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -11,6 +11,8 @@ from typing import Any
 def lazy_names(package: str, modules: Mapping[str, tuple[str, ...]]) -> Callable[[str], Any]:
     """The ``__getattr__`` of a package whose public names live in its modules.
 
+    Its ``__dir__``, which lists them too, is set here.
+
     modules  the names that each module of the package defines
     """
     homes = {name: module for module, names in modules.items() for name in names}
@@ -22,4 +24,8 @@ def lazy_names(package: str, modules: Mapping[str, tuple[str, ...]]) -> Callable
         setattr(sys.modules[package], name, value)
         return value
 
+    def listed() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *homes})
+
+    vars(sys.modules[package])["__dir__"] = listed
     return find

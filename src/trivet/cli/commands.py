@@ -57,6 +57,12 @@ class Group(click.Group):
         """In the order in which they were added."""
         return list(self.commands)
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Raises UsageError with the commands there are when none is given."""
+        if not args:
+            ctx.fail(f"Missing command: {', '.join(self.list_commands(ctx))}.")
+        return super().parse_args(ctx, args)
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:

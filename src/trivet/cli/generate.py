@@ -36,7 +36,7 @@ from trivet.cli.output import Output
 @options.stop
 @options.ignore_eos
 @click.option(
-    "--logprobs", metavar="K", type=int, help="With --json: the K most likely of each token."
+    "--logprobs", metavar="K", type=int, help="Only with --json: the K most likely of each token."
 )
 @options.weights
 @options.kv
@@ -68,6 +68,8 @@ def generate(
     sources = [flag for flag, value in given.items() if value is not None]
     if len(sources) != 1:
         raise ConfigError("prompt", " ".join(sources), f"exactly one of {', '.join(given)}")
+    if others["logprobs"] is not None and not json:
+        raise ConfigError("logprobs", others["logprobs"], "--logprobs together with --json")
     params = options.sampling_of(context)
     text = read_text(prompt_file) if prompt_file is not None else prompt
     name, chosen = options.settings_of(context)

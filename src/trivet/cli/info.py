@@ -57,6 +57,10 @@ def info(
         raise ConfigError("fresh", True, "--fresh together with --roofline")
     if threads is not None and not 1 <= threads <= 1024:
         raise ConfigError("threads", threads, "1 to 1024")
+    if model is None:  # the options left are about a model
+        for name, value in others.items():
+            if value is not None:
+                raise ConfigError(name, value, f"--{name.replace('_', '-')} together with MODEL")
     out = Output(json)
     memory = machine_memory()
     report = isa_report()
