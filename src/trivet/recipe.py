@@ -1,6 +1,6 @@
 """A recipe: one small TOML file that says how to run a model, and on what evidence.
 
-`trivet ladder` writes it; every verb takes it in the place of MODEL. Unknown keys are refused, so that
+`trivet ladder` writes it; every verb but quantize takes it as MODEL. Unknown keys are refused, so that
 a typo never does nothing. The evidence tables are carried along and not interpreted here.
 
     version = 1
