@@ -78,16 +78,14 @@ def test_the_package_reads_what_is_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [k for k in TYPES if k not in ("F32", "F16", "BF16")])
 def test_every_type_is_read_as_its_values(kind: str, tmp_path: Path) -> None:
-    """As the engine's own grid where that holds all values, and said so; else as float rows."""
+    """As a grid of the engine's own, and said to be exact."""
     data = _write(tmp_path / "m.gguf", {"w.weight": (kind, (4, 512))})
     value = GGUFCheckpoint(tmp_path / "m.gguf").read("w.weight")
     np.testing.assert_array_equal(to_float(value), decode(kind, data["w.weight"]))
-    is_grid = kind in ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K")
-    assert isinstance(value, WeightTensor) == is_grid
+    assert isinstance(value, WeightTensor)
     assert value.shape == (4, 512)
-    if isinstance(value, WeightTensor):
-        assert value.exact
-        assert value.source == kind
+    assert value.exact
+    assert value.source == kind
     else:
         assert isinstance(value, FloatMatrix)
         assert value.format.name == "w8a8-g32"
