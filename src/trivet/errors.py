@@ -14,6 +14,20 @@ into one line on standard error and exit code 2 (EngineError: 1).
 
 from __future__ import annotations
 
+# Characters of a line about a file or a server: of its path or address, a tensor's name, the reason.
+_MAX_PATH, _MAX_NAME, _MAX_REASON = 4096, 120, 400
+
+
+def printable(text: str, most: int) -> str:
+    """One line of at most ``most`` characters of a text from a file or a server.
+
+    What cannot be printed (line ends, control characters, lone surrogates) is written as escapes.
+    """
+    shown = "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text[:most]
+    )
+    return shown if len(text) <= most and len(shown) <= most else shown[: most - 3] + "..."
+
 
 class TrivetError(Exception):
     """Base of all errors that carry a message for the user."""
@@ -40,7 +54,10 @@ class CheckpointError(TrivetError):
     """A model file or folder cannot be used; names the file and, where there is one, the tensor."""
 
     def __init__(self, path: object, reason: str, tensor: str | None = None) -> None:
-        where = f"{path}: tensor {tensor}" if tensor is not None else str(path)
+        reason = printable(reason, _MAX_REASON)
+        where = printable(str(path), _MAX_PATH)
+        if tensor is not None:
+            where += f": tensor {printable(tensor, _MAX_NAME)}"
         super().__init__(f"{where}: {reason}")
         self.path = str(path)
         self.tensor = tensor
@@ -80,7 +97,8 @@ class EndpointError(TrivetError):
     """A server behind a URL cannot be used; names the address and what is wrong with the answers."""
 
     def __init__(self, url: str, reason: str) -> None:
-        super().__init__(f"{url}: {reason}")
+        reason = printable(reason, _MAX_REASON)
+        super().__init__(f"{printable(url, _MAX_PATH)}: {reason}")
         self.url = url
         self.reason = reason
 

@@ -73,12 +73,29 @@ def test_raise_exception_is_a_request_error() -> None:
         "{% include 'other' %}",
         "{{ 'x' + 1 }}",
         "{{ messages[0] | tojson(indent=100000) }}",
+        "{% break %}",
+        "{% if messages %}{% continue %}{% endif %}",
+        "{{ raise_exception('\x00\ud800') }}",
     ],
 )
 def test_broken_templates_are_request_errors(source: str) -> None:
     with pytest.raises(RequestError, match="chat template failed") as caught:
         _render(source)
-    assert "\n" not in str(caught.value)
+    assert str(caught.value).isprintable()
+
+
+def test_filters_give_what_they_give_elsewhere() -> None:
+    source = (
+        "{{ messages | map(attribute='role') | join(', ') }} {{ 'aab' | replace('a', 'x', 1) }}"
+        " {{ messages | join('+', attribute='content') }} {{ [1, 2] | sum }}"
+        " {{ messages | selectattr('role', 'equalto', 'user') | list | length }}"
+        " {{ [1, 2, 3] | batch(2, 0) | list }} {{ messages | map('length') | sum }}"
+        " {{ ['a', 'b'] | map('upper') | list }} {{ nothing | default('d') }}{{ [3, 1] | sort }}"
+        " {{ [] | first | default('none') }} {{ 'a' | replace('', '-') }}"
+    )
+    assert _render(source) == (
+        "user, assistant xab hi+ho 3 1 [[1, 2], [3, 0]] 4 ['A', 'B'] d[1, 3] none -a-"
+    )
 
 
 @pytest.mark.parametrize(
@@ -130,6 +147,21 @@ def test_python_objects_are_out_of_reach(source: str) -> None:
         "{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{{ f(1) }}",
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
         "{% for a in [[1]] recursive %}{{ loop([[1]]) }}{% endfor %}",
+        "{{ range(99999) | map('replace', '1', 'x' * 100000) | list | length }}",
+        "{{ ('x' * 9999) | replace('x', 'y' * 99999) | length }}",
+        "{{ (['x' * 100000] * 99999) | map('upper') | list | length }}",
+        "{{ (['x' * 100000] * 99999) | join | length }}",
+        "{{ range(99999) | join('x' * 100000) | length }}",
+        "{{ ([[0] * 99999] * 9999) | sum(start=[]) | length }}",
+        "{{ [1] | batch(10000000000, 'x') | list | length }}",
+        "{{ [1] | slice(10000000000) | list | length }}",
+        "{{ 1 | round(10000000000, 'ceil') }}",
+        "{% for a in range(99999) %}{{ range(99999) | select('none') | list | length }}{% endfor %}",
+        "{% set s = 'a b ' * 500000 %}{% for a in range(99999) %}{{ s | wordcount }}{% endfor %}",
+        "{% set ns = namespace(a=[1]) %}{% for a in range(60) %}"
+        "{% set ns.a = [ns.a, ns.a] %}{% endfor %}{{ ns.a }}",
+        "{% set ns = namespace(a=[1]) %}{% for a in range(60) %}"
+        "{% set ns.a = [ns.a, ns.a] %}{% endfor %}{{ ns.a | tojson | length }}",
     ],
 )
 def test_endless_templates_end(source: str) -> None:

@@ -12,16 +12,17 @@ import contextvars
 import datetime
 import functools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.filters
 import jinja2.parser
 import jinja2.sandbox
 from jinja2 import nodes
 
-from trivet.errors import RequestError
+from trivet.errors import RequestError, printable
 
 MAX_TEMPLATE_CHARS = 1 << 20
 # Budget of one rendering: loop turns and calls; characters, intermediate strings included. Both grow
@@ -63,15 +64,31 @@ def _counted(items: Iterable[Any]) -> Iterator[Any]:
         yield item
 
 
+def _weigh(value: Any) -> None:
+    """Charge the characters that ``str(value)`` has at least, before they are made."""
+    budget = _budget.get()
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, str):
+            budget.produce(len(item))
+        elif isinstance(item, Mapping):
+            budget.produce(6 * len(item))
+            pending += [*item.keys(), *item.values()]
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            budget.produce(3 * len(item))  # a character and what stands between
+            pending += item
+
+
 def _measured(value: Any) -> Any:
-    _budget.get().produce(len(str(value)))
+    _weigh(value)
     return value
 
 
 def _concatenated(*values: Any) -> str:
-    text = "".join(map(str, values))
-    _budget.get().produce(len(text))
-    return text
+    for value in values:
+        _weigh(value)
+    return "".join(map(str, values))
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -143,6 +160,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    _weigh(value)
     if indent is not None and not 0 <= indent <= 16:
         raise _ExhaustedError("tojson indent above 16 is not allowed")
     return json.dumps(
@@ -167,6 +185,84 @@ def _indent(text: str, width: int | str = 4, first: bool = False, blank: bool = 
     return "\n".join(rows)
 
 
+def _replace(text: Any, old: Any, new: Any, count: int | None = None) -> str:
+    text, old, new = str(text), str(old), str(new)
+    most = text.count(old)
+    turns = most if count is None or count < 0 else min(count, most)
+    _budget.get().produce(turns * len(new))
+    return text.replace(old, new, turns)
+
+
+@jinja2.pass_environment
+def _join(
+    env: jinja2.Environment, items: Iterable[Any], between: Any = "", attribute: Any = None
+) -> str:
+    budget, between, texts = _budget.get(), str(between), []
+    if attribute is not None:
+        items = map(jinja2.filters.make_attrgetter(env, attribute), items)
+    for item in items:
+        _weigh(item)
+        budget.produce(len(between) + 1)
+        texts.append(str(item))
+    return between.join(texts)
+
+
+@jinja2.pass_environment
+def _sum(
+    env: jinja2.Environment, items: Iterable[Any], attribute: Any = None, start: Any = 0
+) -> Any:
+    if attribute is not None:
+        items = map(jinja2.filters.make_attrgetter(env, attribute), items)
+    for item in items:
+        start = start + item
+        _budget.get().produce(len(start) if isinstance(start, Sequence) else 1)
+    return start
+
+
+# Filters that take as long for a large value as for a small one; that make text of any value; whose
+# numbers are sizes of what they make; and that call something for each item.
+_CHEAP_FILTERS = frozenset(("attr", "count", "d", "default", "first", "last", "length", "random"))
+_TEXT_FILTERS = frozenset(
+    ("capitalize", "e", "escape", "forceescape", "lower", "pprint", "replace", "safe", "string",
+     "striptags", "title", "tojson", "trim", "truncate", "upper", "urlencode", "wordcount", "xmlattr")
+)  # fmt: skip
+_SIZED_FILTERS = frozenset(("batch", "round", "slice"))
+_CALLING_FILTERS = frozenset(("map", "reject", "rejectattr", "select", "selectattr"))
+
+
+def _charged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that pays for each call, for what it reads and for what it makes.
+
+    All filters pass through here, also those that ``map`` calls by name.
+    """
+    at = 0 if getattr(function, "jinja_pass_arg", None) is None else 1  # where the value is
+
+    @functools.wraps(function)  # keeps jinja2's marks
+    def call(*args: Any, **kwargs: Any) -> Any:
+        budget = _budget.get()
+        budget.step()
+        if name in _CHEAP_FILTERS or len(args) <= at:
+            return function(*args, **kwargs)
+        value = args[at]
+        if name in _TEXT_FILTERS and not isinstance(value, str):
+            _weigh(value)
+        elif isinstance(value, Iterator):
+            value = _counted(value)
+        elif isinstance(value, Sized):
+            budget.produce(len(value) * (4 if name in _CALLING_FILTERS else 1))
+        if name in _SIZED_FILTERS:
+            for size in (*args[at + 1 :], *kwargs.values()):
+                budget.produce(abs(size) if isinstance(size, int) else 0)
+        result = function(*args[:at], value, *args[at + 1 :], **kwargs)
+        if isinstance(result, Iterator):
+            return _counted(result)
+        if isinstance(result, Sequence):
+            budget.produce(len(result))
+        return result
+
+    return call
+
+
 @functools.cache
 def _environment() -> _Environment:
     env = _Environment(
@@ -178,6 +274,10 @@ def _environment() -> _Environment:
         env.filters.pop(name, None)
     env.filters["tojson"] = _tojson
     env.filters["indent"] = _indent
+    env.filters["replace"] = _replace
+    env.filters["join"] = _join
+    env.filters["sum"] = _sum
+    env.filters.update({name: _charged(name, made) for name, made in env.filters.items()})
     env.filters["_counted"] = _counted
     env.filters["_measured"] = _measured
     env.filters["_concatenated"] = _concatenated
@@ -253,9 +353,11 @@ def render_chat(
         reason = f"it exceeds its budget: {error}"
     except jinja2.TemplateError as error:
         reason = str(error)
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
+    except SyntaxError as error:  # Python's, of what a tag like a lone break became
+        reason = f"a statement is not allowed where it stands: {error.msg}"
+    except Exception as error:  # the template is a program: it may raise what there is
         reason = f"{type(error).__name__}: {error}"
     finally:
         _budget.reset(token)
-    reason = " ".join(reason.split())[:300]
+    reason = printable(" ".join(reason.split()), 300)
     raise RequestError(f"messages: the chat template failed: {reason}", "messages")
