@@ -313,6 +313,31 @@ SIDE_FILES: dict[str, tuple[str, bytes | None, tuple[str, ...]]] = {
         b'{"decoder": {"type": "WordPiece"}}',
         ("WordPiece",),
     ),
+    "tokenizer's decoders a number": (
+        "tokenizer.json",
+        b'{"decoder": {"type": "Sequence", "decoders": 5}}',
+        ("decoders is 5",),
+    ),
+    "decoder of control characters": (
+        "tokenizer.json",
+        b'{"decoder": {"type": "' + b"\\u0000\\ud800" * 5000 + b'"}}',
+        ("has the decoder",),
+    ),
+    "special token no text": (
+        "tokenizer_config.json",
+        b'{"bos_token": "\\ud800"}',
+        ("bos_token has a lone surrogate",),
+    ),
+    "end token no text": (
+        "tokenizer_config.json",
+        b'{"eos_token": {"content": "\\ud800"}}',
+        ("eos_token has a lone surrogate",),
+    ),
+    "chat template no text": (
+        "tokenizer_config.json",
+        b'{"chat_template": "\\ud800"}',
+        ("chat_template has a lone surrogate",),
+    ),
     "tokenizer broken": (
         "tokenizer.json",
         b'{"decoder": {"type": "ByteLevel"}, "model": {"type": "BPE"}}',
@@ -377,4 +402,11 @@ def test_random_damage_never_escapes(tmp_path: Path) -> None:
         except CheckpointError as error:
             messages.append(str(error))
     assert len(messages) > 20
-    assert not any("\n" in message for message in messages)
+    assert all(message.isprintable() and len(message) < 1000 for message in messages)
+
+
+def test_names_and_values_of_a_file_are_cut_and_printable() -> None:
+    error = CheckpointError("a\nb.gguf", f"type {'x' * 5000}\0", "\0\ud800" * 500)
+    assert str(error).startswith("a\\nb.gguf: tensor \\x00\\ud800")
+    assert str(error).isprintable()
+    assert len(str(error)) < 600

@@ -180,6 +180,10 @@ def test_ids_outside_the_vocabulary_are_empty(tiny: Tokenizer) -> None:
     assert tiny.decode([10**6]) == ""
 
 
+def test_no_vocabulary_holds_a_lone_surrogate(tiny: Tokenizer) -> None:
+    assert tiny.token_to_id("\ud800") is None
+
+
 def test_token_bytes_join_to_the_text(tiny: Tokenizer) -> None:
     text = "the \u4f60 fox"
     assert b"".join(map(tiny.token_bytes, tiny.encode(text))) == text.encode()

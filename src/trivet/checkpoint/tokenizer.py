@@ -153,7 +153,10 @@ class Tokenizer:
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token in the vocabulary's own spelling, or None."""
-        token_id: int | None = self._backend.token_to_id(token)
+        try:
+            token_id: int | None = self._backend.token_to_id(token)
+        except UnicodeEncodeError:  # a lone surrogate, which no vocabulary holds
+            return None
         return token_id
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -231,6 +234,8 @@ def _style_of(decoder: Any, path: Path) -> tuple[str, bool]:
     if not isinstance(decoder, dict):
         raise CheckpointError(path, "has no decoder")
     steps = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
+    if not isinstance(steps, list):
+        raise CheckpointError(path, f"decoders is {steps!r:.60}; expected a list")
     steps = [s for s in steps if isinstance(s, dict)]
     kinds = [s.get("type") for s in steps]
     if "ByteLevel" in kinds:
@@ -255,7 +260,7 @@ def _spelling(value: Any) -> str | None:
 
 def _ids(value: Any) -> list[int]:
     values = value if isinstance(value, list) else [value]
-    return [v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0]
+    return [v for v in values if type(v) is int and 0 <= v < 1 << 32]
 
 
 def _template_of(folder: Path, config: Mapping[str, Any]) -> str | None:
@@ -288,12 +293,16 @@ def tokenizer_from_folder(folder: Path, config: Mapping[str, Any]) -> TokenizerD
         sides[name] = read_json_object(side) if side.is_file() else {}
     settings, generation = sides["tokenizer_config.json"], sides["generation_config.json"]
     special = {n: s for n in _SPECIAL_NAMES if (s := _spelling(settings.get(n))) is not None}
+    template = _template_of(folder, settings)
+    for name, text in {**special, "chat_template": template or ""}.items():
+        if any("\ud800" <= c <= "\udfff" for c in text):
+            raise CheckpointError(folder / "tokenizer_config.json", f"{name} has a lone surrogate")
     data = TokenizerData(
         json=path.read_text("utf-8"),
         style=style,
         strip_leading=strip_leading,
         special_tokens=special,
-        chat_template=_template_of(folder, settings),
+        chat_template=template,
     )
     tokenizer = Tokenizer(data, path)
     bos_ids = _ids(config.get("bos_token_id"))
