@@ -306,6 +306,26 @@ def test_a_whole_stub_is_accepted_and_a_busy_one_is_asked_again() -> None:
             "/tokenize answers 404: Not Found",
         ),
         ({"/v1/models": lambda _: (200, {"data": [{"id": "m"}]})}, "max_model_len"),
+        ({"/v1/models": lambda _: (200, b"[" * 200_000)}, "something else than a JSON object"),
+        (
+            {"/tokenize": lambda _: (200, {"tokens": [float("inf")]})},
+            "another form than OpenAI's: OverflowError",
+        ),
+        (
+            {
+                "/v1/completions": _choices(
+                    {
+                        "token_logprobs": [None, *[10**400] * 3],
+                        "top_logprobs": [None, *[{"a": 10**400}] * 3],
+                    }
+                )
+            },
+            "another form than OpenAI's: OverflowError",
+        ),
+        (
+            {"/v1/models": lambda _: (500, {"detail": "a\n\0" * 5000})},
+            r"answers 500: a\\n\\x00",
+        ),
         (
             {"/v1/models": lambda _: (200, {"data": [{"id": "a"}, {"id": "b"}]})},
             "serves the models a, b; name one",
@@ -317,7 +337,8 @@ def test_what_a_server_lacks_is_said_in_one_line(changed: Answers, reason: str) 
         with pytest.raises(EndpointError, match=reason) as caught:
             EndpointSubject(EndpointConfig(model=url))
         assert str(caught.value).startswith(url)
-        assert "\n" not in str(caught.value)
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 600
 
 
 def test_one_of_several_models_is_named_after_the_address() -> None:
@@ -365,6 +386,34 @@ def test_mistakes_with_urls_are_one_line(
     assert main(["evaluate", *(word.replace("URL", dead_url) for word in words)]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert reason in line
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://x:abc",
+        "http://[::1",
+        "http://\udcff",
+        "http://\xff",
+        "https://a..b",
+        "http://a:99999",
+    ],
+)
+def test_what_is_no_address_is_one_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", url]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "is no address of a server" in line or "does not answer" in line
+    assert line.isprintable()
+
+
+@pytest.mark.parametrize("key", ["\xe9", "a\nb", "\udcff"])
+def test_a_key_that_no_header_holds_is_named_and_not_shown(
+    key: str, dead_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", dead_url, "--api-key", key]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "api_key" in line
+    assert key not in line
 
 
 def test_the_command_gates_an_endpoint(

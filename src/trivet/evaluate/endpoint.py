@@ -56,12 +56,18 @@ class EndpointSubject(Subject):
 
     def __init__(self, config: EndpointConfig) -> None:
         self.config = config
-        headers = {} if config.api_key is None else {"Authorization": f"Bearer {config.api_key}"}
-        self._client = httpx.Client(
-            base_url=config.base_url,
-            headers=headers,
-            timeout=httpx.Timeout(_ANSWER_S, connect=_CONNECT_S),
-        )
+        key = config.api_key
+        if key is not None and not (key.isascii() and key.isprintable()):
+            # The key itself is a secret, so it is not shown.
+            raise ConfigError("api_key", "...", "printable ASCII, which a header can hold")
+        try:
+            self._client = httpx.Client(
+                base_url=config.base_url,
+                headers={} if key is None else {"Authorization": f"Bearer {key}"},
+                timeout=httpx.Timeout(_ANSWER_S, connect=_CONNECT_S),
+            )
+        except (httpx.InvalidURL, ValueError) as error:
+            raise self._error(f"is no address of a server: {error}") from None
         self._threads = ThreadPoolExecutor(_CONNECTIONS)
         self._known: dict[tuple[str, bool], list[int]] = {}
         self.fingerprint: str | None = None
@@ -259,10 +265,15 @@ class EndpointSubject(Subject):
                 if response.status_code not in (429, 503) or turn == _RETRIES:
                     break
                 time.sleep(_wait_s(response.headers.get("retry-after"), turn))
-            answer = response.json()
         except httpx.HTTPError as error:
             raise self._error(f"does not answer: {error or type(error).__name__}") from None
-        except ValueError:
+        except UnicodeEncodeError:
+            raise self._error(f"{method} {path} cannot be asked: a lone surrogate in it") from None
+        except (httpx.InvalidURL, ValueError, OverflowError) as error:
+            raise self._error(f"is no address of a server: {error}") from None
+        try:
+            answer = response.json()
+        except (ValueError, RecursionError):
             answer = None
         if response.status_code != 200:
             reason = f"{method} {path} answers {response.status_code}: {_message(answer)}"
@@ -275,7 +286,7 @@ class EndpointSubject(Subject):
         """A part of an answer. Raises EndpointError: the answer has another form."""
         try:
             return read(*arguments)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise self._error(f"answers in another form than OpenAI's: {error!r}") from None
 
     def _error(self, reason: str) -> EndpointError:
