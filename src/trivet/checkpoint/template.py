@@ -186,25 +186,26 @@ def _indent(text: str, width: int | str = 4, first: bool = False, blank: bool = 
 
 
 def _replace(text: Any, old: Any, new: Any, count: int | None = None) -> str:
-    text, old, new = str(text), str(old), str(new)
-    most = text.count(old)
+    whole, part, instead = str(text), str(old), str(new)
+    most = whole.count(part)
     turns = most if count is None or count < 0 else min(count, most)
-    _budget.get().produce(turns * len(new))
-    return text.replace(old, new, turns)
+    _budget.get().produce(turns * len(instead))
+    return whole.replace(part, instead, turns)
 
 
 @jinja2.pass_environment
 def _join(
     env: jinja2.Environment, items: Iterable[Any], between: Any = "", attribute: Any = None
 ) -> str:
-    budget, between, texts = _budget.get(), str(between), []
+    budget, gap = _budget.get(), str(between)
+    texts: list[str] = []
     if attribute is not None:
         items = map(jinja2.filters.make_attrgetter(env, attribute), items)
     for item in items:
         _weigh(item)
-        budget.produce(len(between) + 1)
+        budget.produce(len(gap) + 1)
         texts.append(str(item))
-    return between.join(texts)
+    return gap.join(texts)
 
 
 @jinja2.pass_environment
