@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import time
+import tracemalloc
 
 import pytest
 
@@ -92,9 +93,11 @@ def test_filters_give_what_they_give_elsewhere() -> None:
         " {{ [1, 2, 3] | batch(2, 0) | list }} {{ messages | map('length') | sum }}"
         " {{ ['a', 'b'] | map('upper') | list }} {{ nothing | default('d') }}{{ [3, 1] | sort }}"
         " {{ [] | first | default('none') }} {{ 'a' | replace('', '-') }}"
+        " {{ '+'.join(['a', 'b']) }} {{ ', '.join(messages | map(attribute='role')) }}"
     )
     assert _render(source) == (
         "user, assistant xab hi+ho 3 1 [[1, 2], [3, 0]] 4 ['A', 'B'] d[1, 3] none -a-"
+        " a+b user, assistant"
     )
 
 
@@ -169,6 +172,30 @@ def test_endless_templates_end(source: str) -> None:
     with pytest.raises(RequestError, match="chat template failed"):
         _render(source)
     assert time.monotonic() - begin < 60
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.join(['x' * 100000] * 1500) }}",
+        "{{ (['x' * 100000] * 1500) | join }}",
+        "{{ ('x' * 100000).join(range(1500) | map('string')) }}",
+        "{{ ('x' * 1500) | replace('x', 'y' * 99999) }}",
+        "{{ ('x' * 1500).encode().replace('x'.encode(), ('y' * 99999).encode()) }}",
+        "{{ ('x' * 1500).translate({120: 'y' * 99999}) }}",
+        "{{ '\\t'.expandtabs(tabsize=150000000) }}",
+        "{{ (1).to_bytes(150000000, 'big') }}",
+    ],
+)
+def test_what_is_too_large_is_not_made_first(source: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError, match="exceeds its budget"):
+            _render(source)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 32 << 20
 
 
 def test_a_long_chat_is_within_the_budget() -> None:

@@ -30,8 +30,9 @@ MAX_TEMPLATE_CHARS = 1 << 20
 BASE_STEPS, STEPS_PER_MESSAGE = 200_000, 500
 BASE_CHARS, CHARS_PER_CHAR = 4 << 20, 16
 _WIDE_METHODS = frozenset(
-    ("center", "ljust", "rjust", "zfill", "expandtabs", "format", "format_map", "replace", "join")
-)
+    ("center", "ljust", "rjust", "zfill", "expandtabs", "format", "format_map", "replace", "join",
+     "to_bytes", "translate")
+)  # fmt: skip
 
 
 class _ExhaustedError(Exception):
@@ -128,24 +129,27 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         budget.step()
         name = getattr(obj, "__name__", "")
         if name in _WIDE_METHODS:
-            self._charge_wide(budget, name, obj, args)
+            if name == "join":
+                args = tuple(list(_counted(arg)) for arg in args)  # an iterator has no length
+            self._charge_wide(budget, name, obj, (*args, *kwargs.values()))
         result = super().call(context, obj, *args, **kwargs)
-        if isinstance(result, str):
+        if isinstance(result, (str, bytes)):
             budget.produce(len(result))
         return result
 
     @staticmethod
     def _charge_wide(budget: _Budget, name: str, obj: Any, args: tuple[Any, ...]) -> None:
         owner = getattr(obj, "__self__", "")
-        size = len(owner) if isinstance(owner, str) else 0
-        if name in ("format", "format_map"):
-            raise _ExhaustedError("str.format is not allowed")
+        size = len(owner) if isinstance(owner, (str, bytes)) else 0
+        if name in ("format", "format_map", "translate"):
+            raise _ExhaustedError(f"str.{name} is not allowed")
         for arg in args:
             if isinstance(arg, int):
                 budget.produce(max(0, arg) * (size + 1 if name == "expandtabs" else 1))
-            elif isinstance(arg, str):
+            elif isinstance(arg, (str, bytes)):
                 budget.produce(len(arg) * (size + 1 if name == "replace" else 1))
             elif name == "join" and isinstance(arg, Sequence):
+                _weigh(arg)
                 budget.produce(size * len(arg))
 
 
