@@ -92,3 +92,32 @@ def test_closed_descriptors_are_no_obstacle(tiny_model: Path) -> None:
         assert any(line.startswith("ready http") for line in lines)
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
+
+
+_INTERRUPT_IN_A_CALLBACK = """
+import os, signal, sys, weakref
+import trivet.gateway.spawn as spawn
+from trivet.cli import main
+
+class Thing: ...
+
+def interrupt(_):  # an exception in here is printed and dropped, as in those of the import system
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(1000):
+        pass
+
+def spawn_worker():
+    thing = Thing()
+    reference = weakref.ref(thing, interrupt)
+    del thing
+    raise OSError
+
+spawn.spawn_worker = spawn_worker
+raise SystemExit(main(["serve", sys.argv[1], "--port", "0"]))
+"""
+
+
+def test_no_interrupt_of_a_start_is_lost(tiny_model: Path) -> None:
+    command = [sys.executable, "-c", _INTERRUPT_IN_A_CALLBACK, str(tiny_model)]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (130, "trivet: interrupted\n")

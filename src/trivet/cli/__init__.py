@@ -54,6 +54,14 @@ def _serve(words: Sequence[str]) -> int:
     """
     import contextlib
     import gc
+    import signal
+
+    # Until the event loop takes over, Ctrl-C ends the process there and then: a KeyboardInterrupt in
+    # the middle of an import can be lost, and leave the import lock held for ever. The worker ends
+    # with its parent.
+    previous = signal.getsignal(signal.SIGINT)
+    with contextlib.suppress(ValueError):  # not the main thread: no signal comes here
+        signal.signal(signal.SIGINT, _interrupted)
 
     from trivet.gateway.spawn import spawn_worker
 
@@ -69,6 +77,13 @@ def _serve(words: Sequence[str]) -> int:
         if worker is not None:
             worker.discard()
         gc.enable()
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGINT, previous)
+
+
+def _interrupted(*_: object) -> None:
+    os.write(2, b"trivet: interrupted\n")
+    os._exit(130)
 
 
 __all__ = ["main"]
