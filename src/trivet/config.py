@@ -126,9 +126,6 @@ class KVFormat(enum.StrEnum):
             raise ConfigError("kv", name, ", ".join(cls)) from None
 
 
-MAX_NUM_SEQS = 4096
-MAX_STEP_TOKENS = 65536
-MAX_DRAFT_TOKENS = 32
 _MAX_INTEGER = (1 << 62) - 1  # what a frame to a worker can carry, with room for sums
 
 
@@ -137,23 +134,30 @@ def _check_integer(
 ) -> None:
     top = _MAX_INTEGER if high is None else high
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= top:
-        allowed = f">= {low}" if high is None else f"from {low}{low_means} to {high}"
+        is_bounded = high is not None or (isinstance(value, int) and value > top)
+        allowed = f"from {low}{low_means} to {top}" if is_bounded else f">= {low}"
         raise ConfigError(field, value, f"an integer {allowed}")
 
 
-def _check_prefill_chunk(value: int) -> None:
-    whole = " (whole prompts)"
-    _check_integer("max_prefill_chunk", value, 0, MAX_STEP_TOKENS, low_means=whole)
+def _check_limits(config: EngineConfig | ServerConfig) -> None:
+    """The limits that a server is given and its engines keep."""
+    _check_integer("max_num_seqs", config.max_num_seqs, 1, 4096)
+    _check_integer("max_step_tokens", config.max_step_tokens, 1, 65536)
+    if config.max_prefill_chunk is not None:
+        whole = " (whole prompts)"
+        _check_integer("max_prefill_chunk", config.max_prefill_chunk, 0, 65536, low_means=whole)
+    _check_integer("max_waiting", config.max_waiting, 0)
+    _check_integer("draft_tokens", config.draft_tokens, 1, 32)
 
 
-def _check_characters(field: str, value: str | None) -> None:
-    """A text that is sent as UTF-8, and not an empty one."""
+def _check_characters(field: str, value: str | None, shown: str | None = None) -> None:
+    """A text that is sent as UTF-8, and not an empty one. shown: what an error says it was."""
     if value is None:
         return
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
-        raise ConfigError(field, value, "UTF-8") from None
+        raise ConfigError(field, shown or value, "UTF-8") from None
     if not value:
         raise ConfigError(field, value, "a text that is not empty")
 
@@ -247,14 +251,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check_integer("max_model_len", self.max_model_len, 1)
         _check_integer("num_pages", self.num_pages, 1)
-        _check_integer("max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS)
-        _check_integer("max_step_tokens", self.max_step_tokens, 1, MAX_STEP_TOKENS)
-        if self.max_prefill_chunk is not None:
-            _check_prefill_chunk(self.max_prefill_chunk)
-            if self.max_prefill_chunk == 0:
-                object.__setattr__(self, "max_prefill_chunk", None)
-        _check_integer("max_waiting", self.max_waiting, 0)
-        _check_integer("draft_tokens", self.draft_tokens, 1, MAX_DRAFT_TOKENS)
+        _check_limits(self)
+        if self.max_prefill_chunk == 0:
+            object.__setattr__(self, "max_prefill_chunk", None)
         if not isinstance(self.prefix_cache, bool):
             raise ConfigError("prefix_cache", self.prefix_cache, "True or False")
         if self.draft not in ("off", "ngram"):
@@ -301,14 +300,10 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         _check_integer("port", self.port, 0, 65535)
-        _check_integer("max_num_seqs", self.max_num_seqs, 1, MAX_NUM_SEQS)
-        _check_integer("max_step_tokens", self.max_step_tokens, 1, MAX_STEP_TOKENS)
-        if self.max_prefill_chunk is not None:
-            _check_prefill_chunk(self.max_prefill_chunk)
-        _check_integer("max_waiting", self.max_waiting, 0)
-        _check_integer("draft_tokens", self.draft_tokens, 1, MAX_DRAFT_TOKENS)
-        for field in ("host", "api_key", "served_model_name"):
-            _check_characters(field, getattr(self, field))
+        _check_limits(self)
+        _check_characters("host", self.host)
+        _check_characters("api_key", self.api_key, shown="a key")  # itself it stays out of logs
+        _check_characters("served_model_name", self.served_model_name)
         _check_integer("max_body_bytes", self.max_body_bytes, 1024)
         if not self.drain_timeout_s >= 0:  # refuses nan too
             raise ConfigError("drain_timeout_s", self.drain_timeout_s, ">= 0")

@@ -99,7 +99,7 @@ class PackedHeader:
 def _mapped(descriptor: int) -> memoryview:
     """The whole file, read-only, in huge pages where the file system has them.
 
-    Weights are read from end to end for every token: in pages of 4 KiB a decode step takes 8 % longer.
+    Weights are read from end to end for every token, and walks of the page table cost time.
     The file is read through the mapping only; any other read would cache its pages small.
     """
     mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)

@@ -28,15 +28,7 @@ if TYPE_CHECKING:
 @options.min_p
 @options.repetition_penalty
 @options.seed
-@options.weights
-@options.kv
-@options.draft
-@options.draft_tokens
-@options.threads
-@options.max_model_len
-@options.one_seq
-@options.memory_utilization
-@options.kv_bytes
+@options.one_model
 @options.json
 @click.pass_context
 def chat(context: click.Context, /, system: str | None, json: bool, **others: object) -> int:

@@ -38,15 +38,7 @@ from trivet.cli.output import Output
 @click.option(
     "--logprobs", metavar="K", type=int, help="Only with --json: the K most likely of each token."
 )
-@options.weights
-@options.kv
-@options.draft
-@options.draft_tokens
-@options.threads
-@options.max_model_len
-@options.one_seq
-@options.memory_utilization
-@options.kv_bytes
+@options.one_model
 @options.json
 @click.pass_context
 def generate(

@@ -129,6 +129,18 @@ json = click.option(
     "--json", is_flag=True, help="One JSON object as the last line of standard output."
 )
 
+
+def one_model(verb: _Decorated) -> _Decorated:
+    """The options of a verb that runs a model in this process for one user."""
+    ours = (
+        weights, kv, draft, draft_tokens, threads, max_model_len, one_seq, memory_utilization,
+        kv_bytes,
+    )  # fmt: skip
+    for option in reversed(ours):
+        verb = option(verb)
+    return verb
+
+
 _KV_NAMES = {"auto": "bf16", "bfloat16": "bf16"}  # vLLM's values that mean the same
 
 

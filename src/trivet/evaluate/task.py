@@ -186,13 +186,13 @@ def _text(row: Mapping[str, Any], key: str) -> str:
 
 def _place(value: object, count: int) -> int:
     """The place of the right one of ``count`` choices: an integer, or its digits as text."""
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    if not is_integer and not (isinstance(value, str) and value.strip().isdecimal()):
+    if isinstance(value, str) and value.strip().isdecimal():
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(value)
-    place = int(value)  # type: ignore[call-overload]
-    if not 0 <= place < count or count < 2:
+    if not 0 <= value < count or count < 2:
         raise ValueError(value)
-    return int(place)
+    return value
 
 
 def _choice(prompt: str, choices: Sequence[str], gold: object) -> Item:

@@ -99,10 +99,11 @@ class _Settings:
         value = self.values.get(key)
         if value is None and default is not None:
             return default
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not 0 < value <= sys.float_info.max:  # type: ignore[operator]
+        if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.fail(key, "a number above 0")
-        return float(value)  # type: ignore[arg-type]
+        if not 0 < value <= sys.float_info.max:  # an integer may be beyond every float
+            raise self.fail(key, "a number above 0")
+        return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.values.get(key)
