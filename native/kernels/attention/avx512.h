@@ -63,7 +63,7 @@ inline void product_tile(const float* a, int32_t a_stride, const T* b, int32_t l
     ahead = next;
 }
 
-struct Vectors {
+struct Vectors : WidenOneByOne {
     template <int kQ, typename T>
     static void product_rows(const float* a, int32_t a_stride, const T* b, int32_t lanes,
                              int32_t pairs, float* c, int32_t c_stride, bool accumulate,
@@ -138,19 +138,6 @@ struct Vectors {
         }
         *m = top;
         *l = tree_sum(sums);
-    }
-
-    static void widen(const int8_t* codes, int32_t count, uint16_t* wide) {
-        for (int32_t i = 0; i < count; ++i) wide[i] = widened(codes[i]);
-    }
-    static void widen(const Fp8* codes, int32_t count, uint16_t* wide) {
-        widen_codes(codes, count, wide);
-    }
-    static void widen(const Int4Pair* codes, int32_t count, uint16_t* wide) {
-        widen_codes(codes, count, wide);
-    }
-    static void widen_tokens(const Int4Pair* codes, int32_t dim, uint16_t* wide) {
-        widen_token_pairs(codes, dim, 0, wide);
     }
 
     static void settle(float* o, int32_t n) {

@@ -4,7 +4,7 @@
 namespace trivet::generic {
 namespace {
 
-struct Isa {
+struct Isa : WidenOneByOne {
     template <typename T>
     static void product(int32_t num_q, const float* a, int32_t a_stride, const T* b, int32_t lanes,
                         int32_t pairs, float* c, int32_t c_stride, bool accumulate, Ahead) {
@@ -31,19 +31,6 @@ struct Isa {
         }
         *m = top;
         *l = lanes[0];
-    }
-
-    static void widen(const int8_t* codes, int32_t count, uint16_t* wide) {
-        for (int32_t i = 0; i < count; ++i) wide[i] = widened(codes[i]);
-    }
-    static void widen(const Fp8* codes, int32_t count, uint16_t* wide) {
-        widen_codes(codes, count, wide);
-    }
-    static void widen(const Int4Pair* codes, int32_t count, uint16_t* wide) {
-        widen_codes(codes, count, wide);
-    }
-    static void widen_tokens(const Int4Pair* codes, int32_t dim, uint16_t* wide) {
-        widen_token_pairs(codes, dim, 0, wide);
     }
 
     static void settle(float* o, int32_t n) {

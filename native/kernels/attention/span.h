@@ -90,6 +90,20 @@ inline void widen_token_pairs(const Int4Pair* codes, int32_t dim, int32_t begin,
     }
 }
 
+// The widening of a level that has no vectors for it; a base of its Isa.
+struct WidenOneByOne {
+    static void widen(const int8_t* codes, int32_t count, uint16_t* wide) {
+        for (int32_t i = 0; i < count; ++i) wide[i] = widened(codes[i]);
+    }
+    template <typename T>
+    static void widen(const T* codes, int32_t count, uint16_t* wide) {
+        widen_codes(codes, count, wide);
+    }
+    static void widen_tokens(const Int4Pair* codes, int32_t dim, uint16_t* wide) {
+        widen_token_pairs(codes, dim, 0, wide);
+    }
+};
+
 // product for lanes [begin, lanes) one at a time.
 template <typename T>
 inline void product_lanes(int32_t num_q, const float* a, int32_t a_stride, const T* b,
