@@ -9,9 +9,19 @@ import pytest
 
 from bench.conftest import SHAPE
 from support.tiny_models import build_folder
-from trivet.bench.ceiling import Ceilings, StepCosts, nominal_mfu, phase_figures, step_costs
+from trivet.bench.ceiling import (
+    CEILING_TOO_LOW,
+    Ceilings,
+    StepCosts,
+    nominal_mfu,
+    note_of_shares,
+    phase_figures,
+    step_costs,
+)
 from trivet.bench.matrix_rate import ARITHMETICS, matrix_rate
 from trivet.bench.profile import PARTS, Phase
+from trivet.cli.bench import _phase_table
+from trivet.cli.output import Output
 from trivet.config import KVFormat, ModelConfig
 from trivet.loader import load_model
 from trivet.native import isa_report
@@ -86,6 +96,29 @@ def test_figures_are_medians_of_shares_and_means_of_seconds() -> None:
     assert figures["prefill"]["mfu"] == pytest.approx((0.604 + 0.0558) / 4.0)
     assert nominal_mfu(figures["prefill"], 1e5) == pytest.approx(2 * 63190 / 4.0 / 1e5)
     assert nominal_mfu(figures["prefill"], None) is None
+
+
+def test_shares_above_the_ceiling_are_marked() -> None:
+    figures = phase_figures(COSTS, [{"prefill": PREFILL, "decode": _decode(0.3)}], [CEILINGS])
+    prefill, decode = figures["prefill"], figures["decode"]
+    assert prefill is not None
+    assert decode is not None
+    assert prefill["mfu"] < 1
+    assert prefill["note"] is None
+    assert decode["mbu"] > 1
+    assert decode["mfu"] < 1
+    assert decode["note"] == f"mbu: {CEILING_TOO_LOW}"
+    assert note_of_shares({"mbu": 1.01, "mfu": 2.0}) == f"mbu, mfu: {CEILING_TOO_LOW}"
+    assert note_of_shares({"mbu": None, "mfu": 1.0}) is None
+
+
+def test_the_table_marks_shares_above_the_ceiling(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = phase_figures(COSTS, [{"prefill": PREFILL, "decode": _decode(0.3)}], [CEILINGS])
+    _phase_table(Output(False), figures)
+    shown = capsys.readouterr()
+    assert f"{figures['decode']['mbu']:.1%}*" in shown.out  # type: ignore[index]
+    assert f"* {CEILING_TOO_LOW}" in shown.err
+    assert shown.out.count("*") == 1
 
 
 def test_a_phase_without_steps_has_no_figures() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from support.small_gate import SMALL
+from trivet.bench import roofline
 from trivet.cli import main
 from trivet.evaluate import gating
 from trivet.recipe import Recipe
@@ -55,7 +57,14 @@ def test_info_roofline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("TRIVET_CACHE", str(tmp_path))
+    monkeypatch.setattr(roofline, "_ROUNDS", 1)
+    monkeypatch.setattr(roofline, "_AGREEMENT", -1.0)
     words = ("info", tiny_model, "--weights", "w8a8", "--threads", "1", "--roofline")
+    busy = _run(capsys, *words)["roofline"]
+    assert busy["path"] is None
+    assert "measured while the machine was busy" in busy["not_kept"]
+    monkeypatch.setattr(roofline, "_QUIET_LOAD", math.inf)
+    monkeypatch.setattr(roofline, "_AGREEMENT", math.inf)
     first = _run(capsys, *words)
     line = first["roofline"]
     assert line.keys() >= {"streams", "matrices", "handovers", "bandwidth_bytes_s", "limits"}

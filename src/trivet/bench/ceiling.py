@@ -21,6 +21,8 @@ from trivet.bench.matrix_rate import matrix_rate
 from trivet.bench.profile import PARTS, PHASES, Phase
 from trivet.loader import LoadedModel
 
+CEILING_TOO_LOW = "ceiling too low: measured busy"  # said of a share above 1
+
 # Operations per cycle and core (one multiply-add is two), for 16-bit and for integer weights. On
 # levels without bf16 products the fp32 rate counts. Two vector units are assumed.
 _OPS_PER_CYCLE = {
@@ -135,7 +137,7 @@ def phase_figures(
     ceilings  of each run
 
     Seconds, bytes and multiply-adds are means over the runs, so that they add up; ``shares`` are those
-    of ``parts_s`` in ``wall_s``. mbu and mfu are medians over the runs.
+    of ``parts_s`` in ``wall_s``. mbu and mfu are medians over the runs; ``note`` names those above 1.
     """
     return {name: _figures(costs, [run[name] for run in runs], ceilings) for name in PHASES}
 
@@ -152,6 +154,7 @@ def _figures(
     mbus = [reading / run.wall_s for (reading, _), run in zip(floors, runs, strict=True)]
     mfus = [multiplying / run.wall_s for (_, multiplying), run in zip(floors, runs, strict=True)]
     matrices, attention = costs.macs_of(total)
+    shares = {"mbu": statistics.median(mbus), "mfu": statistics.median(mfus)}
     return {
         "steps": total.steps / len(runs),
         "rows": total.rows / len(runs),
@@ -161,10 +164,16 @@ def _figures(
         "moved_bytes": costs.bytes_of(total) / len(runs),
         "matrix_macs": matrices / len(runs),
         "attention_macs": attention / len(runs),
-        "mbu": statistics.median(mbus),
-        "mfu": statistics.median(mfus),
+        **shares,
         "spread": {"mbu": [min(mbus), max(mbus)], "mfu": [min(mfus), max(mfus)]},
+        "note": note_of_shares(shares),
     }
+
+
+def note_of_shares(shares: Mapping[str, float | None]) -> str | None:
+    """What must be said beside shares of ceilings by name; None: nothing, all are possible."""
+    above = [name for name, share in shares.items() if share is not None and share > 1]
+    return f"{', '.join(above)}: {CEILING_TOO_LOW}" if above else None
 
 
 def nominal_peak_ops(isa: str, weights: str, threads: int) -> float | None:

@@ -14,6 +14,7 @@ from trivet.bench.ceiling import (
     measure_ceilings,
     nominal_mfu,
     nominal_peak_ops,
+    note_of_shares,
     phase_figures,
 )
 from trivet.bench.machine import describe_machine
@@ -183,14 +184,18 @@ def _summary(
     phases = phase_figures(costs, profiles, around)
     prefill, decode = phases["prefill"], phases["decode"]
     peak = nominal_peak_ops(facts["isa"], facts["weights"], facts["threads"])
+    shares: dict[str, float | None] = {
+        "mbu": decode["mbu"] if decode else None,
+        "mfu": prefill["mfu"] if prefill else None,
+    }
     return {
         **speeds,
         "peak_rss_bytes": max(run["peak_rss_bytes"] for run in runs),
         "weight_bytes": facts["weight_bytes"],
         "kv_bytes_per_token": facts["kv_bytes_per_token"],
         "start_s": None,
-        "mbu": decode and decode["mbu"],
-        "mfu": prefill and prefill["mfu"],
+        **shares,
+        "note": note_of_shares(shares),
         "mfu_nominal": prefill and nominal_mfu(prefill, peak),
         "phases": phases,
         "isa": facts["isa"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,26 @@ def cpu_name() -> str:
         if line.lower().startswith(("model name", "hardware")):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def busy_seconds(stat: Path = Path("/proc/stat")) -> tuple[float, float] | None:
+    """Seconds that the CPUs of this process have worked for anybody, and have been there, since boot.
+
+    Time that a hypervisor gave to others counts as work. None: the system does not say.
+    """
+    try:
+        text = stat.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    ours = {f"cpu{index}" for index in os.sched_getaffinity(0)}
+    busy = there = 0
+    for name, *words in map(str.split, filter(str.strip, text.splitlines())):
+        if name in ours and len(words) >= 8 and all(map(str.isdigit, words[:8])):
+            ticks = [int(word) for word in words[:8]]  # a guest's are within user's and nice's
+            there += sum(ticks)
+            busy += sum(ticks) - ticks[3] - ticks[4]  # idle, and idle until a disk answers
+    tick = os.sysconf("SC_CLK_TCK")
+    return (busy / tick, there / tick) if there else None
 
 
 def describe_machine() -> dict[str, Any]:

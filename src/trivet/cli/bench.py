@@ -168,6 +168,8 @@ def engine(
 
 def _phase_table(out: Output, phases: dict[str, dict[str, Any] | None]) -> None:
     """Where the time of each phase goes."""
+    from trivet.bench.ceiling import CEILING_TOO_LOW
+
     labels = {
         "linears": "linears",
         "attention": "attention",
@@ -195,12 +197,14 @@ def _phase_table(out: Output, phases: dict[str, dict[str, Any] | None]) -> None:
     for label, key in (("bandwidth used (mbu)", "mbu"), ("arithmetic used (mfu)", "mfu")):
         row = [label]
         for phase in shown.values():
-            row += ["", f"{phase[key]:.1%}"]
+            row += ["", f"{phase[key]:.1%}{'*' if phase[key] > 1 else ''}"]
         rows.append(row)
     columns = ["where the time goes"]
     for name in shown:
         columns += [f"{name}, ms", "share"]
     out.table("", columns, rows)
+    if any(phase["note"] for phase in shown.values()):
+        out.note(f"* {CEILING_TOO_LOW}")
 
 
 def _parse_rows(text: str) -> tuple[int, ...]:

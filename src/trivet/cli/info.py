@@ -188,6 +188,8 @@ def _roofline(out: Output, threads: int, costs: StepCosts | None, fresh: bool) -
     num_bytes = DEFAULT_BYTES if costs is None else costs.step_bytes
     with out.progress("roofline", 1.0) as bar:
         measured = measure(num_bytes, threads, fresh=fresh, progress=bar.advance)
+    if measured.not_kept is not None:
+        out.note(f"roofline not kept, measured again next time: {measured.not_kept}")
     line = measured.roofline
     rows: list[tuple[str, int, float, str]] = [
         (
@@ -223,7 +225,8 @@ def _roofline(out: Output, threads: int, costs: StepCosts | None, fresh: bool) -
             )
         ]
     out.table(
-        "roofline" + (", measured earlier (--fresh measures again)" if measured.is_cached else ""),
+        f"roofline, measured {line.conditions.date}"
+        + (" and kept (--fresh measures again)" if measured.is_cached else ""),
         ("", "threads", "", ""),
         [(label, count, number(value, 4), unit) for label, count, value, unit in rows],
     )
@@ -231,6 +234,7 @@ def _roofline(out: Output, threads: int, costs: StepCosts | None, fresh: bool) -
         **msgspec.to_builtins(line),
         "is_cached": measured.is_cached,
         "path": None if measured.path is None else str(measured.path),
+        "not_kept": measured.not_kept,
         "num_bytes": num_bytes,
         "bandwidth_bytes_s": line.bytes_s(num_bytes),
         "limits": limits,
