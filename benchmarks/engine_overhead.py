@@ -1,6 +1,6 @@
 """Python time of an engine step outside native calls, per batch size, with and without drafting.
 
-    python benchmarks/engine_overhead.py [--steps 1000]
+    python benchmarks/engine_overhead.py [-o out/engine_overhead.json] [--steps 1000]
 
 The model is replaced by one that answers at once, so what is left is the engine itself: scheduling,
 arrays, commit, events. With ``ngram`` every request drafts in every step and nothing is accepted, which
@@ -15,6 +15,7 @@ import platform
 import statistics
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from trivet.config import PAGE_TOKENS, EngineConfig
 from trivet.engine import Engine
@@ -94,10 +95,12 @@ def step_seconds(batch: int, draft: bool, num_steps: int) -> list[float]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("-o", "--out", type=Path)
     parser.add_argument("--steps", type=int, default=1000)
-    num_steps = parser.parse_args().steps
+    options = parser.parse_args()
+    num_steps = options.steps
     rows = []
     print("draft   batch   median us   p10 us   p90 us")
     for draft in (False, True):
@@ -113,7 +116,11 @@ def main() -> None:
             rows.append(row)
             print("{draft:6}{batch:7}{median_us:12}{p10_us:9}{p90_us:9}".format(**row))
     machine = {"machine": platform.machine(), "python": platform.python_version()}
-    print(json.dumps({"steps": num_steps, **machine, "rows": rows}))
+    result = {"steps": num_steps, **machine, "rows": rows}
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":
