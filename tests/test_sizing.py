@@ -11,9 +11,11 @@ from trivet.config import MemoryConfig
 from trivet.errors import ConfigError
 from trivet.native import KVGeometry
 from trivet.sizing import (
+    CpuLimit,
     MachineMemory,
     MemoryPlan,
     available_threads,
+    cpu_limit,
     cpu_quota,
     format_bytes,
     machine_memory,
@@ -111,6 +113,9 @@ def test_a_cgroup_quota_limits_the_threads(tmp_path: Path) -> None:
     half = _cgroup(tmp_path / "b", cpu__max="50000 100000")
     assert cpu_quota(half) == 0.5
     assert available_threads(half) == 1
+    expected = "its affinity" if affinity == 1 else "the cgroup's quota of 0.5"
+    assert cpu_limit(half) == CpuLimit(1, expected)
+    assert cpu_limit(tmp_path / "a") == CpuLimit(affinity, "its affinity")
     v1 = tmp_path / "c"
     _cgroup(v1 / "cpu", cpu__cfs_quota_us="150000", cpu__cfs_period_us="100000")
     assert cpu_quota(v1) == 1.5

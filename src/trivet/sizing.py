@@ -88,11 +88,26 @@ def cpu_quota(root: Path = CGROUP_ROOT) -> float | None:
     return min(quotas, default=None)
 
 
-def available_threads(root: Path = CGROUP_ROOT) -> int:
-    """Threads worth starting: the affinity mask, cut by the cgroup's quota rounded up."""
+@dataclasses.dataclass(frozen=True)
+class CpuLimit:
+    """CPUs this process may use at once, and what allows no more."""
+
+    cpus: int
+    source: str
+
+
+def cpu_limit(root: Path = CGROUP_ROOT) -> CpuLimit:
+    """The affinity mask, cut by the cgroup's quota rounded up."""
     affinity = len(os.sched_getaffinity(0))
     quota = cpu_quota(root)
-    return affinity if quota is None else max(1, min(affinity, math.ceil(quota)))
+    if quota is None or math.ceil(quota) >= affinity:
+        return CpuLimit(affinity, "its affinity")
+    return CpuLimit(max(1, math.ceil(quota)), f"the cgroup's quota of {quota:g}")
+
+
+def available_threads(root: Path = CGROUP_ROOT) -> int:
+    """Threads worth starting: as many as there are CPUs to run them."""
+    return cpu_limit(root).cpus
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,14 +8,18 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 
-from trivet import __version__
-from trivet.cli import main
-from trivet.cli.app import VERBS
+from trivet import __version__, sizing
+from trivet.cli import app, main
+from trivet.cli.app import VERBS, run
 from trivet.cli.hints import _HINTS
+from trivet.cli.serve import _note_workers
+from trivet.sizing import CpuLimit
 
 CLI = Path(__file__).parents[2] / "src" / "trivet" / "cli"
 
@@ -275,6 +279,59 @@ def test_threads_that_cannot_be_started_are_one_line(tiny_model: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
     assert "threads: 1024 is not allowed" in done.stderr
+
+
+def _commands(group: click.Group, *path: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """Every command of the program, with the words that call it."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        if isinstance(command, click.Group):
+            yield from _commands(command, *path, name)
+        else:
+            yield (*path, name), command
+
+
+def test_threads_above_the_cpus_are_noted_by_every_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sizing, "cpu_limit", lambda *_: CpuLimit(3, "the cgroup's quota of 2.5"))
+    seen = []
+    for words, command in _commands(app._program):
+        if not any("--threads" in param.opts for param in command.params):
+            continue
+        seen.append(words)
+        for threads, expected in (("4", 1), ("3", 0)):
+            code = run([*words, "--threads", threads, "nowhere/none.gguf"])
+            assert code == 2, words  # there is no such model
+            lines = capsys.readouterr().err.splitlines()
+            noted = [line for line in lines if line.startswith("note: --threads")]
+            assert len(noted) == expected, (words, lines)
+            for line in noted:
+                assert "--threads 4: more than the 3 CPUs" in line
+                assert "(the cgroup's quota of 2.5)" in line
+    assert {("serve",), ("generate",), ("chat",), ("bench", "engine")} <= set(seen)
+    assert {("info",), ("quantize",), ("evaluate",), ("ladder",)} <= set(seen)
+
+
+def test_threads_of_all_workers_above_the_cpus_are_noted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sizing, "cpu_limit", lambda *_: CpuLimit(3, "its affinity"))
+    cases: dict[tuple[str, int | None], str] = {
+        ("mixed:2", 2): "--workers mixed:2 with 2 threads each: more than the 3 CPUs",
+        ("mixed:4", None): "--workers mixed:4 with 1 thread each: more than the 3 CPUs",
+        ("mixed:2", 1): "",
+        ("mixed:3", None): "",
+        ("mixed:1", None): "",
+        ("mixed:2", 4): "",  # --threads itself is noted
+    }
+    for (workers, threads), expected in cases.items():
+        _note_workers(workers, threads)
+        shown = capsys.readouterr().err
+        assert expected in shown
+        assert bool(shown) == bool(expected), (workers, threads)
 
 
 def test_a_hint_names_options_that_exist() -> None:

@@ -11,6 +11,7 @@ what it reads itself and collects the others.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,6 +33,25 @@ def _listed(context: click.Context, param: click.Parameter, value: tuple[Any, ..
 def several(*names: str, **attrs: Any) -> Callable[[_Decorated], _Decorated]:
     """An option that may be given several times: the list of its values, or None."""
     return click.option(*names, multiple=True, callback=_listed, **attrs)
+
+
+def note_threads(threads: int, what: str) -> None:
+    """Say on standard error that so many threads are more than the CPUs that this process may use.
+
+    what  the settings that ask for them
+    """
+    from trivet.sizing import cpu_limit
+
+    limit = cpu_limit()
+    if threads > limit.cpus:
+        line = f"note: {what}: more than the {limit.cpus} CPUs allowed here ({limit.source})"
+        print(f"{line}; threads will wait for each other", file=sys.stderr, flush=True)
+
+
+def _noted(context: click.Context, param: click.Parameter, value: int | None) -> int | None:
+    if value is not None and value <= 1024:  # above, it is refused
+        note_threads(value, f"--threads {value}")
+    return value
 
 
 PATH = click.Path(path_type=Path)
@@ -62,7 +82,11 @@ kv = click.option(
     "[default: bf16]",
 )
 threads = click.option(
-    "--threads", metavar="T", type=int, help="[default: the cgroup's quota and affinity]"
+    "--threads",
+    metavar="T",
+    type=int,
+    callback=_noted,
+    help="[default: the cgroup's quota and affinity]",
 )
 max_model_len = click.option(
     "--max-model-len",

@@ -99,4 +99,20 @@ def serve(
         request_timeout_s=request_timeout,
         **chosen,
     )
+    _note_workers(config.workers, config.model.threads)
     return run_server(config, spawned=context.obj)
+
+
+def _note_workers(workers: str, threads: int | None) -> None:
+    """Say that the threads of all workers are more than the CPUs, where one worker's are not."""
+    from trivet.gateway.spawn import num_workers_of
+    from trivet.sizing import available_threads
+
+    count = num_workers_of(workers)
+    if count == 1:
+        return
+    cpus = available_threads()
+    each = threads or max(1, cpus // count)  # as `trivet.worker.load` shares them out
+    if each <= cpus:  # else the option has said it
+        noun = "thread" if each == 1 else "threads"
+        options.note_threads(count * each, f"--workers {workers} with {each} {noun} each")
