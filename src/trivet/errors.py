@@ -68,7 +68,8 @@ class RequestError(TrivetError):
     """A request cannot be served as written.
 
     ``param`` names the field of the API request (None when no single field is at fault), ``status``
-    is the HTTP status the gateway answers with and ``code`` OpenAI's machine-readable code.
+    is the HTTP status the gateway answers with and ``code`` OpenAI's machine-readable code; without
+    one it is ``invalid_value`` for a field and ``invalid_request`` for the whole.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class RequestError(TrivetError):
         self.message = message
         self.param = param
         self.status = status
-        self.code = code
+        self.code = code or ("invalid_request" if param is None else "invalid_value")
 
     @classmethod
     def refused(cls, field: str, value: object, allowed: str) -> RequestError:

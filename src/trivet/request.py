@@ -173,11 +173,15 @@ class FinishedEvent(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
 
 
 class ErrorEvent(msgspec.Struct, frozen=True, kw_only=True, tag="error"):
-    """Terminal: the request failed. ``code`` is machine-readable (deadline, worker_died, ...)."""
+    """Terminal: the request failed. ``code`` is machine-readable (deadline, worker_died, ...).
+
+    ``param`` names the field at fault, where there is one.
+    """
 
     request_id: str
     code: str
     message: str
+    param: str | None = None
 
 
 class CancelledEvent(msgspec.Struct, frozen=True, kw_only=True, tag="cancelled"):

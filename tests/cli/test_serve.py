@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,10 +16,13 @@ from typing import Any
 import httpx
 import pytest
 
+from trivet.config import ModelConfig, ServerConfig
+from trivet.gateway.server import settings_line
 from trivet.llm import LLM
 from trivet.quant import load_packed
 from trivet.recipe import Recipe
 from trivet.request import SamplingParams
+from trivet.worker.frames import Ready
 
 PROMPTS = ["the quick brown fox", "a model reads a prompt", "dog dog dog dog", "the"]
 
@@ -37,6 +41,7 @@ def _served(model: Path, *words: str) -> Iterator[str]:
                 break
         assert lines[-1].startswith("ready http://127.0.0.1:"), lines
         assert any("margin" in line for line in lines), "the memory plan comes first"
+        assert lines[-2].startswith("settings "), lines
         yield lines[-1].split()[1]
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 0
@@ -77,6 +82,24 @@ def test_the_server_gives_the_tokens_of_this_process(tiny_model: Path, draft: st
         choice = _complete(url, model="m", prompt="the dog", stop=stop, **sampled)
         assert (choice["text"], choice["token_ids"]) == (output.text, output.token_ids)
         assert choice["finish_reason"] == output.finish_reason == "stop"
+
+
+def test_the_settings_in_force_are_one_line() -> None:
+    config = ServerConfig(
+        model=ModelConfig(model="my models/a\nb"), workers="mixed:2", draft="ngram", draft_tokens=3
+    )
+    ready = Ready(
+        pid=1, numerics_id="n", weights="w8a8+hadamard64", kv="int8", max_model_len=512,
+        vocab_size=9, num_pages=10, page_tokens=32, page_bytes=4096, max_num_seqs=4, max_waiting=3,
+        threads=1, isa="avx2",
+    )  # fmt: skip
+    name, *words = shlex.split(settings_line(config, ready))
+    assert name == "settings"
+    assert dict(word.split("=", 1) for word in words) == {
+        "model": "my models/a\\nb", "weights": "w8a8+hadamard64", "kv": "int8", "threads": "1",
+        "isa": "avx2", "max_model_len": "512", "max_num_seqs": "4", "kv_bytes": "81920",
+        "kv_tokens": "640", "workers": "mixed:2", "draft": "ngram:3",
+    }  # fmt: skip
 
 
 # What no start of a server needs; what only its gateway, or only its worker, needs.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import httpx
@@ -184,6 +185,44 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
+# The code of an error that names a field.
+FIELD_CODES = (
+    "invalid_value", "missing_required_parameter", "unknown_parameter", "unsupported_parameter",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"max_tokens": -1}, "invalid_value"),
+        ({"max_tokens": 513}, "invalid_value"),
+        ({"prompt": [-1]}, "invalid_value"),
+        ({"prompt": []}, "invalid_value"),
+        ({"stop": 5}, "invalid_value"),
+        ({"prompt": None}, "missing_required_parameter"),
+        ({"temprature": 1}, "unknown_parameter"),
+        ({"suffix": "end"}, "unsupported_parameter"),
+    ],
+)
+def test_the_code_says_what_is_wrong_with_the_field(
+    http: httpx.Client, fields: dict[str, Any], code: str
+) -> None:
+    response = http.post(TEXT, json={**BASE[TEXT], **fields})
+    assert _assert_envelope(response, 400)["code"] == code
+
+
+def test_codes_of_messages(http: httpx.Client) -> None:
+    part = {"type": "text", "text": "x", "extra": 1}
+    for message, code in (
+        ({"role": "user"}, "missing_required_parameter"),
+        ({"role": "robot", "content": "x"}, "invalid_value"),
+        ({"role": "user", "content": [part]}, "unknown_parameter"),
+        ({"role": "user", "content": "refuse"}, "invalid_value"),  # by the template
+    ):
+        response = http.post(CHAT, json={"messages": [message]})
+        assert _assert_envelope(response, 400)["code"] == code, message
+
+
 def _assert_envelope(response: httpx.Response, status: int) -> dict[str, Any]:
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
@@ -191,6 +230,7 @@ def _assert_envelope(response: httpx.Response, status: int) -> dict[str, Any]:
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"]
     assert isinstance(error["type"], str)
+    assert re.fullmatch(r"[a-z]+(_[a-z]+)+", error["code"]), error
     return error
 
 
@@ -203,6 +243,7 @@ def test_bad_field_is_named(http: httpx.Client) -> None:
         error = _assert_envelope(response, 400)
         assert error["param"] == param, (fields, error)
         assert error["type"] == "invalid_request_error"
+        assert error["code"] in FIELD_CODES, (fields, error)
 
 
 def test_an_empty_conversation_is_refused_in_plain_words(http: httpx.Client) -> None:
@@ -230,7 +271,9 @@ def test_an_empty_conversation_is_refused_in_plain_words(http: httpx.Client) -> 
 )
 @pytest.mark.parametrize("path", [TEXT, CHAT, TOKENIZE])
 def test_malformed_body(http: httpx.Client, path: str, body: bytes) -> None:
-    _assert_envelope(http.post(path, content=body), 400)
+    error = _assert_envelope(http.post(path, content=body), 400)
+    if error["param"] is None:
+        assert error["code"] == "invalid_json"
 
 
 def test_prompt_beyond_context_states_both_numbers(http: httpx.Client) -> None:

@@ -161,7 +161,9 @@ def _post_all(url: str, bodies: Iterable[tuple[str, bytes]]) -> Counter[int]:
             statuses[response.status] += 1
             assert response.status in (200, 400, 404), (path, body, text)
             if response.status != 200:
-                assert set(json.loads(text)["error"]) == {"message", "type", "param", "code"}
+                error = json.loads(text)["error"]
+                assert set(error) == {"message", "type", "param", "code"}
+                assert isinstance(error["code"], str)
             elif response.headers["content-type"].startswith("text/event-stream"):
                 assert text.endswith(b"data: [DONE]\n\n"), body
     return statuses

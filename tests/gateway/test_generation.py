@@ -11,7 +11,9 @@ import pytest
 from starlette.types import Message
 
 from support.toy_server import EOS, ToyTokenizer
+from trivet.errors import RequestError
 from trivet.gateway.answer import AnswerInfo, CompletionAnswer
+from trivet.gateway.errors import error_body, request_error_of
 from trivet.gateway.generation import Choice, Generation, Prompt
 from trivet.gateway.stream import GenerationResponse
 from trivet.gateway.tokens import TokenNames
@@ -299,6 +301,30 @@ def test_an_error_at_submission_is_an_http_error(stream: bool) -> None:
     client = _serve(stream, [dead], [])
     assert client.status == 503
     assert json.loads(client.body)["error"]["code"] == "worker_died"
+
+
+def test_an_engine_that_refuses_a_field_names_it() -> None:
+    refused = ErrorEvent(request_id=ID, code="invalid_value", message="too long", param="prompt")
+    client = _serve(False, [refused], [])
+    assert client.status == 400
+    error = json.loads(client.body)["error"]
+    assert (error["code"], error["param"]) == ("invalid_value", "prompt")
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (RequestError("m", "prompt"), 400),
+        (RequestError("m"), 400),
+        (RequestError("m", status=503, code="draining"), 503),
+        (RequestError("m", status=429, code="queue_full"), 429),
+        (RequestError("m", "prompt", code="context_length_exceeded"), 400),
+    ],
+)
+def test_what_an_engine_refuses_keeps_its_status(error: RequestError, status: int) -> None:
+    event = ErrorEvent(request_id=ID, code=error.code, message=error.message, param=error.param)
+    assert request_error_of(event).status == error.status == status
+    assert error_body(error)["error"]["code"]
 
 
 def test_all_events_at_once() -> None:

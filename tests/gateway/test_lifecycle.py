@@ -265,7 +265,8 @@ def server_process(model: str, **settings: Any) -> Iterator[tuple[subprocess.Pop
     ) as process:
         try:
             assert process.stderr is not None
-            line = process.stderr.readline()
+            settings_in_force, line = process.stderr.readline(), process.stderr.readline()
+            assert settings_in_force.startswith("settings model=toy"), settings_in_force
             assert line.startswith("ready http://127.0.0.1:"), line
             yield process, line.split()[1]
         finally:

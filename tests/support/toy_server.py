@@ -150,6 +150,7 @@ def load_engine(config: WorkerConfig) -> LoadedEngine:
         weights="toy",
         kv="bf16",
         vocab_size=VOCAB_SIZE,
+        page_bytes=4096,
         threads=1,
     )
     return LoadedEngine(engine, ready)

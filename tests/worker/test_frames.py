@@ -67,6 +67,7 @@ FROM_WORKER: list[FromWorker] = [
         vocab_size=9,
         num_pages=10,
         page_tokens=32,
+        page_bytes=4096,
         max_num_seqs=2,
         max_waiting=3,
         threads=5,

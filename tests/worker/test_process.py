@@ -154,7 +154,8 @@ def test_a_refused_request_ends_in_an_error_event(peer: Peer) -> None:
     peer.send([Add(request("a", 5, [99_999])), Add(request("b", 5, [1] * 300))])
     errors = [m for m in peer.read_until(ErrorEvent, 2) if isinstance(m, ErrorEvent)]
     assert [error.request_id for error in errors] == ["a", "b"]
-    assert errors[1].code == "context_length_exceeded"
+    assert [error.code for error in errors] == ["invalid_value", "context_length_exceeded"]
+    assert [error.param for error in errors] == ["prompt", "prompt"]
 
 
 def test_prefix_cache_reset_counts_pages(peer: Peer) -> None:

@@ -591,7 +591,7 @@ async def _on_request_error(http: HTTPRequest, error: Exception) -> Response:
 
 async def _on_http_error(http: HTTPRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    code = "not_found" if error.status_code == 404 else "method_not_allowed"
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     message = f"{http.method} {http.url.path[:200]}: {error.detail}"
     return error_response(RequestError(message, status=error.status_code, code=code))
 

@@ -21,7 +21,9 @@ _STATUS_OF_CODE = {
     "deadline": 504,
     "worker_died": 503,
     "shutting_down": 503,
+    "draining": 503,
     "invalid_request": 400,
+    "invalid_value": 400,
     "context_length_exceeded": 400,
 }
 
@@ -56,4 +58,4 @@ def error_response(error: RequestError) -> JSONResponse:
 def request_error_of(event: ErrorEvent) -> RequestError:
     """The HTTP error that an engine's error event means."""
     status = _STATUS_OF_CODE.get(event.code, 500)
-    return RequestError(event.message, status=status, code=event.code)
+    return RequestError(event.message, event.param, status=status, code=event.code)

@@ -267,16 +267,18 @@ def parse_json(data: bytes) -> dict[str, Any]:
         except ValueError:  # an integer of thousands of digits: the field's own check refuses it
             value = json.loads(data, parse_int=_parse_int)
     except RecursionError:
-        raise RequestError("the body is nested too deeply") from None
+        raise _not_json("is nested too deeply") from None
     except UnicodeDecodeError:
-        raise RequestError("the body is not valid UTF-8") from None
+        raise _not_json("is not valid UTF-8") from None
     except json.JSONDecodeError as error:
-        raise RequestError(
-            f"the body is not valid JSON: {error.msg} at character {error.pos}"
-        ) from None
+        raise _not_json(f"is not valid JSON: {error.msg} at character {error.pos}") from None
     if not isinstance(value, dict):
-        raise RequestError("the body must be a JSON object")
+        raise _not_json("must be a JSON object")
     return value
+
+
+def _not_json(what: str) -> RequestError:
+    return RequestError(f"the body {what}", code="invalid_json")
 
 
 def _parse_int(digits: str) -> int | float:
@@ -385,6 +387,10 @@ def _unsupported(param: str, value: Any) -> RequestError:
     )
 
 
+def _missing(param: str) -> RequestError:
+    return RequestError(f"{param}: this field is needed", param, code="missing_required_parameter")
+
+
 def _asks_nothing(name: str, value: Any) -> bool:
     return any(type(value) is type(v) and value == v for v in UNSUPPORTED[name])
 
@@ -396,19 +402,19 @@ def _validate(model: type[B], fields: dict[str, Any]) -> B:
     except msgspec.ValidationError as error:
         what, where = _split(str(error))
     except UnicodeEncodeError:
-        raise RequestError("the body has a lone surrogate, which is no character") from None
+        raise _not_json("has a lone surrogate, which is no character") from None
     if field := _MISSING.fullmatch(what):
         param = _joined(where, field[1])
-        raise RequestError(f"{param}: this field is needed", param, code="missing_parameter")
+        raise _missing(param)
     if field := _UNKNOWN.fullmatch(what):
         param = _joined(where, field[1])
         raise RequestError(f"{param}: unknown field", param, code="unknown_parameter")
     if known.get(where) == []:
-        raise RequestError(f"{where}: an empty list", where, code="invalid_value")
+        raise RequestError(f"{where}: an empty list", where)
     reason = what.replace("Expected ", "must be ").replace("`", "").replace(" | ", " or ")
     if where in known and ", got " not in reason:
         reason += f", not {_short(known[where])}"
-    raise RequestError(f"{where}: {reason}", where, code="invalid_value")
+    raise RequestError(f"{where}: {reason}", where)
 
 
 # msgspec names the fault in words only.
@@ -492,7 +498,6 @@ def _check_generation(body: GenerationBody) -> None:
             raise RequestError(
                 f"{param}: {_short(value)} is not a number from {-MAX_BIAS:g} to {MAX_BIAS:g}",
                 param,
-                code="invalid_value",
             )
     if body.cache_salt is not None:
         _check_text(body.cache_salt, "cache_salt")
@@ -509,13 +514,12 @@ def _check_messages(messages: Sequence[ChatMessage]) -> None:
             raise RequestError(
                 f"{where}.role: {_short(message.role)} is not one of {', '.join(ROLES)}",
                 f"{where}.role",
-                code="invalid_value",
             )
         if message.name is not None:
             _check_text(message.name, f"{where}.name")
         content = message.content
         if content is None:
-            raise RequestError(f"{where}.content: this field is needed", f"{where}.content")
+            raise _missing(f"{where}.content")
         if isinstance(content, str):
             _check_text(content, f"{where}.content")
         elif isinstance(content, list):
@@ -537,7 +541,9 @@ def _check_part(part: Any, where: str) -> None:
     _check_text(part["text"], f"{where}.text")
     for name in part:
         if name not in ("type", "text"):
-            raise RequestError(f"{where}: unknown field {_short(name)}", where)
+            raise RequestError(
+                f"{where}: unknown field {_short(name)}", where, code="unknown_parameter"
+            )
 
 
 def _template_message(message: ChatMessage) -> dict[str, str]:

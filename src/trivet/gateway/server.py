@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import shlex
 import signal
 import socket
 import threading
@@ -21,14 +22,17 @@ import uvicorn
 import uvloop
 
 from trivet.config import ServerConfig
-from trivet.errors import EngineError, TrivetError
+from trivet.errors import EngineError, TrivetError, printable
 from trivet.gateway.app import Gateway, build_app
 from trivet.gateway.launch import Hooks, Launch, listen
 from trivet.gateway.log import say
 from trivet.gateway.pool import WorkerHandle, WorkerPool
+from trivet.gateway.spawn import num_workers_of
+from trivet.worker.frames import Ready
 
 _KEEP_ALIVE_S = 75  # longer than clients keep a connection in their pool
 _DRAIN_POLL_S = 0.02
+_MAX_MODEL_CHARS = 200
 
 
 class _HTTPServer(uvicorn.Server):
@@ -43,7 +47,7 @@ class Server:
     """A gateway with its workers on one event loop. `run` serves until `request_stop`.
 
     sock      the listening socket, owned and closed by the server
-    on_ready  called once, when /health is 200
+    on_ready  called once, when /health is 200, with what a live worker says of itself
     """
 
     def __init__(
@@ -51,7 +55,7 @@ class Server:
         config: ServerConfig,
         hooks: Hooks,
         sock: socket.socket,
-        on_ready: Callable[[], None] = lambda: None,
+        on_ready: Callable[[Ready | None], None] = lambda _: None,
     ) -> None:
         self.config = config
         self.on_ready = on_ready
@@ -164,7 +168,7 @@ class Server:
         pool.mark_started()
         for note in dict.fromkeys(note for w in pool.workers for note in _notes(w)):
             say(note)
-        self.on_ready()
+        self.on_ready(pool.first_ready())
 
     async def _drain(self, gateway: Gateway) -> None:
         """Let running requests end, for a while; a second stop request cuts it short."""
@@ -179,6 +183,30 @@ def _notes(worker: WorkerHandle) -> list[str]:
     return worker.ready.notes if worker.ready is not None else []
 
 
+def settings_line(config: ServerConfig, ready: Ready) -> str:
+    """The settings in force on one line, NAME=VALUE quoted as a shell would.
+
+    Threads, isa and max_num_seqs are each worker's; KV is that of all workers.
+    """
+    count = num_workers_of(config.workers)
+    draft = config.draft if config.draft == "off" else f"{config.draft}:{config.draft_tokens}"
+    pages = count * ready.num_pages
+    values = {
+        "model": shlex.quote(printable(config.model.model, _MAX_MODEL_CHARS)),
+        "weights": ready.weights,
+        "kv": ready.kv,
+        "threads": ready.threads,
+        "isa": ready.isa,
+        "max_model_len": ready.max_model_len,
+        "max_num_seqs": ready.max_num_seqs,
+        "kv_bytes": pages * ready.page_bytes,
+        "kv_tokens": pages * ready.page_tokens,
+        "workers": config.workers,
+        "draft": draft,
+    }
+    return "settings " + " ".join(f"{name}={value}" for name, value in values.items())
+
+
 def _release_free_memory() -> None:
     """Give the system back what building a tokenizer, or packing, has freed: glibc keeps it."""
     import ctypes
@@ -191,9 +219,11 @@ def run_server(config: ServerConfig, hooks: Hooks, sock: socket.socket, launch: 
     """Serve until a signal; see `trivet.gateway.serve`."""
     server = Server(config, hooks, sock)
 
-    def on_ready() -> None:
+    def on_ready(ready: Ready | None) -> None:
         gc.freeze()  # what was imported stays: no collection needs to look at it again
         gc.enable()
+        if ready is not None:  # else the worker died at once, and is started again
+            say(settings_line(config, ready))
         say(f"ready {server.url}")
         threading.Thread(target=_release_free_memory, name="trivet-release").start()
 
@@ -219,7 +249,7 @@ class LocalServer:
         self._ready = threading.Event()
         self._config, self._hooks = config, hooks or Hooks()
         sock = listen(config.host, config.port)
-        self._server = Server(config, self._hooks, sock, self._ready.set)
+        self._server = Server(config, self._hooks, sock, lambda _: self._ready.set())
         self._error: BaseException | None = None
         self._wait_ready = wait_ready
         self._thread = threading.Thread(target=self._run, name="trivet-gateway")

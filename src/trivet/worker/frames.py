@@ -84,7 +84,8 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """The engine is loaded. Sizes as the worker decided them; ``weights`` is the full form that runs.
 
-    ``notes`` are lines for the operator, the memory plan among them.
+    ``page_bytes`` is the KV memory of one page; ``notes`` are lines for the operator, the memory plan
+    among them.
     """
 
     pid: int
@@ -95,6 +96,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     vocab_size: int
     num_pages: int
     page_tokens: int
+    page_bytes: int
     max_num_seqs: int
     max_waiting: int
     threads: int

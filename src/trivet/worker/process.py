@@ -114,9 +114,13 @@ class Worker:
                 try:
                     self._engine.add(request, time.monotonic())
                 except RequestError as error:
-                    code = error.code or "invalid_request"
                     self._outbox.append(
-                        ErrorEvent(request_id=request.request_id, code=code, message=error.message)
+                        ErrorEvent(
+                            request_id=request.request_id,
+                            code=error.code,
+                            message=error.message,
+                            param=error.param,
+                        )
                     )
             case Abort(request_id):
                 self._engine.abort(request_id)
