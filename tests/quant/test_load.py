@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -15,14 +16,18 @@ import pytest
 
 from support.data import demo_file
 from support.tiny_models import VARIANTS, build_folder, build_gguf, weights_of
+from trivet.checkpoint import cache as cache_module
 from trivet.checkpoint import resolve_model
-from trivet.checkpoint.packed import PackedFile
+from trivet.checkpoint.packed import PackedFile, PackedWriter
+from trivet.config import WeightFormat
 from trivet.errors import CheckpointError, ConfigError
 from trivet.models import open_model, rope_tables
 from trivet.models.reference import to_float
 from trivet.native.packing import unpack
 from trivet.native.weights import dequantize
 from trivet.quant import PackedModel, load_packed
+from trivet.quant.pack import least_bytes
+from trivet.sizing import format_bytes
 
 FORMATS = [
     "bf16", "w8a8", "w8a8-g64", "w4a8-g32", "w4a8-g64-zp", "w4a8-g128-min",
@@ -373,6 +378,100 @@ def test_a_folder_that_cannot_be_written_uses_the_next(
     (tmp_path / "user").write_text("")
     with pytest.raises(CheckpointError, match="TRIVET_CACHE"):
         load_packed(folder)
+
+
+@pytest.fixture
+def two_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path, Path]:
+    """A model, the place beside it and the user's."""
+    monkeypatch.delenv("TRIVET_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    folder = build_folder(tmp_path / "model", "llama3")
+    return folder, folder / ".trivet", tmp_path / "user" / "trivet"
+
+
+def _full(monkeypatch: pytest.MonkeyPatch, *full: Path, says_so: bool) -> None:
+    """Disks under these folders have no room; says_so: and the system knows it beforehand."""
+
+    def free(folder: Path) -> int:
+        return 5 << 10 if says_so and folder in full else 1 << 40
+
+    real = PackedWriter.blob
+
+    def blob(writer: PackedWriter, data: Any, align: int = 64) -> int:
+        if writer.path.parent in full and len(writer.tensors) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(writer, data, align)
+
+    monkeypatch.setattr(cache_module, "free_bytes", free)
+    monkeypatch.setattr(PackedWriter, "blob", blob)
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+def test_a_full_disk_uses_the_users_folder_and_says_so_once(
+    two_places: tuple[Path, Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    says_so: bool,
+) -> None:
+    folder, beside, user = two_places
+    _full(monkeypatch, beside, says_so=says_so)
+    packed = load_packed(folder)
+    assert (packed.path.parent, packed.cache_state) == (user, "packed")
+    packed.verify()
+    [line] = [record.getMessage() for record in caplog.records]
+    assert str(beside) in line
+    assert f"goes to {user}" in line
+    assert ("5 KiB free" if says_so else "No space left on device") in line
+    again = load_packed(folder)
+    assert (again.path, again.cache_state) == (packed.path, "hit")
+    assert len(caplog.records) == 1
+    assert not [path for path in beside.iterdir() if not path.name.endswith(".lock")]
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+def test_two_full_disks_are_one_line_with_both(
+    two_places: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch, says_so: bool
+) -> None:
+    folder, beside, user = two_places
+    _full(monkeypatch, beside, user, says_so=says_so)
+    with pytest.raises(CheckpointError) as caught:
+        load_packed(folder)
+    line = str(caught.value)
+    why = "5 KiB free" if says_so else "No space left on device"
+    assert f"{beside} ({why})" in line
+    assert f"{user} ({why})" in line
+    needed = format_bytes(least_bytes(open_model(resolve_model(folder)), None))
+    assert f"at least {needed}" in line
+    assert "TRIVET_CACHE" in line
+    assert "\n" not in line
+
+
+def test_another_failure_of_a_disk_is_not_tried_elsewhere(
+    two_places: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    folder, beside, user = two_places
+    monkeypatch.setattr(PackedWriter, "blob", fail)
+    with pytest.raises(CheckpointError, match="cannot be written: Input/output error"):
+        load_packed(folder)
+    assert beside.exists()
+    assert not user.exists()
+
+
+@pytest.mark.parametrize("weights", ["auto", *FORMATS])
+@pytest.mark.parametrize("name", ["llama3", "tied.gguf"])
+def test_a_cache_takes_at_least_what_was_foreseen(name: str, weights: str, tmp_path: Path) -> None:
+    if name == "llama3":
+        path = build_folder(tmp_path / "model", name)
+    else:
+        path = build_gguf(tmp_path / name, "smollm2", qtype={"token_embd": "Q8_0", "blk": "Q4_0"})
+    form = None if weights == "auto" else WeightFormat.parse(weights)
+    foreseen = least_bytes(open_model(resolve_model(path)), form)
+    tensors = load_packed(path, weights).tensors.values()
+    size = sum(tensor.num_bytes for tensor in tensors)
+    assert 0.6 * size < foreseen <= size
 
 
 def test_cache_variable_must_be_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

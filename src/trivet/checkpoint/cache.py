@@ -1,14 +1,15 @@
 """Where packed caches lie, when they are stale, and who may write one.
 
 A cache is found by its source's files (name, inode, size, modification time) and by what it holds.
-It lies in ``$TRIVET_CACHE`` when that is set, else beside the model in ``.trivet``, else (read-only
-or belonging to an installed package) in the user's cache folder.
+It lies in ``$TRIVET_CACHE`` when that is set, else beside the model in ``.trivet``, else (read-only,
+full or belonging to an installed package) in the user's cache folder.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import hashlib
 import os
@@ -23,12 +24,14 @@ from trivet.checkpoint.resolve import ModelSource, resolve_model
 from trivet.config import WeightFormat
 from trivet.errors import CheckpointError, ConfigError
 from trivet.files import left_behind
+from trivet.sizing import format_bytes
 
 PACKER_VERSION = 3  # raised whenever packing the same file would give other bytes
 CACHE_VARIABLE = "TRIVET_CACHE"
 AUTO = "auto"  # the form that keeps the file's own grid
 _INSTALLED = ("site-packages", "dist-packages")
 _WAIT_S = 0.05
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _Packed = TypeVar("_Packed", bound=PackedHeader)
 
 
@@ -132,31 +135,69 @@ def _is_file(path: Path) -> bool:
         return False
 
 
+class NoRoomError(CheckpointError):
+    """One place cannot take the packed cache: it may not be written, or is full.
+
+    problem  why, without the place
+    """
+
+    def __init__(self, path: Path, problem: str) -> None:
+        super().__init__(path.parent, f"cannot take the packed cache: {problem}")
+        self.folder = path.parent
+        self.problem = problem
+
+
+def no_place(problems: list[NoRoomError], least_bytes: int | None) -> CheckpointError:
+    """The error when no place can take a cache. least_bytes: what it needs; None: not known."""
+    places = ", ".join(f"{one.folder} ({one.problem})" for one in problems)
+    needed = "" if least_bytes is None else f" of at least {format_bytes(least_bytes)}"
+    return CheckpointError(
+        places, f"no place for the packed cache{needed}; set {CACHE_VARIABLE} to a folder with room"
+    )
+
+
+def free_bytes(folder: Path) -> int | None:
+    """Bytes that this user may still write there; None: the file system does not say."""
+    try:
+        status = os.statvfs(folder)
+    except OSError:
+        return None
+    blocks = status.f_bavail if os.geteuid() else status.f_bfree
+    return blocks * status.f_frsize if status.f_blocks else None
+
+
+def require_room(path: Path, least_bytes: int) -> None:
+    """Raises NoRoomError: fewer bytes are free where ``path`` is to lie."""
+    free = free_bytes(path.parent)
+    if free is not None and free < least_bytes:
+        raise NoRoomError(path, f"{format_bytes(free)} free")
+
+
 @contextlib.contextmanager
-def writing(paths: list[Path], wait: Callable[[], None] = lambda: None) -> Iterator[Path]:
-    """The first place that can be written, held by an exclusive lock of this process.
+def writing(path: Path, wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Hold the place of a cache by an exclusive lock of this process.
 
     wait  called now and then while another process holds it; what it raises ends the waiting
 
-    A second process waits here and then finds the cache. Raises CheckpointError: no place works.
+    A second process waits here and then finds the cache. Raises NoRoomError: the place cannot be
+    written, or an OSError within says that it is full; CheckpointError: any other OSError within.
     """
-    problem = "no place"
-    for path in paths:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.with_name(f".{path.name}.lock").open("wb")
+    except OSError as error:
+        raise NoRoomError(path, error.strerror or str(error)) from None
+    with lock:
+        _lock(lock.fileno(), wait)
+        for left in left_behind(path):
+            left.unlink(missing_ok=True)  # of a process that died while packing
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            lock = path.with_name(f".{path.name}.lock").open("wb")
+            yield
         except OSError as error:
-            problem = f"{path.parent} cannot be written: {error.strerror or error}"
-            continue
-        with lock:
-            _lock(lock.fileno(), wait)
-            for left in left_behind(path):
-                left.unlink(missing_ok=True)  # of a process that died while packing
-            yield path
-        return
-    raise CheckpointError(
-        paths[-1], f"the packed cache has no place ({problem}); set {CACHE_VARIABLE} to a folder"
-    )
+            problem = error.strerror or str(error)
+            if error.errno in _NO_ROOM:
+                raise NoRoomError(path, problem) from None
+            raise CheckpointError(path, f"cannot be written: {problem}") from None
 
 
 def _lock(descriptor: int, wait: Callable[[], None]) -> None:

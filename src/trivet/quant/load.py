@@ -16,15 +16,24 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from trivet.checkpoint.cache import AUTO, CacheQuery, writing
+from trivet.checkpoint.cache import (
+    AUTO,
+    CacheQuery,
+    NoRoomError,
+    no_place,
+    require_room,
+    writing,
+)
 from trivet.checkpoint.header import CONTRACT_VERSION
 from trivet.checkpoint.packed import PackedFile, PackedTensor
 from trivet.config import PAGE_TOKENS, SPAN_TOKENS, WeightFormat
 from trivet.errors import CheckpointError, ConfigError
 from trivet.models import ModelSpec
+from trivet.sizing import format_bytes
 
 if TYPE_CHECKING:
     from trivet.checkpoint import Tokenizer
+    from trivet.models import Model
 
 Progress = Callable[[str, int, int], None]
 
@@ -139,13 +148,9 @@ def load_packed(
     found, stale = query.find(PackedFile.open)
     state = "hit"
     if found is None:
-        with writing(query.paths, lambda: _tell_of_waiting(progress)) as path:
-            found, stale = query.find(PackedFile.open)  # another process may have been faster
-            if found is None:
-                from trivet.quant.pack import make_cache
-
-                found = make_cache(query.source, form, path, query.key, progress)
-                state = "packed" if stale is None else "repacked"
+        found, stale, is_made = _packed_file(query, form, progress)
+        if is_made:
+            state = "packed" if stale is None else "repacked"
     packed = _packed_model(found, state, stale)
     if max_model_len is None:
         return packed
@@ -154,6 +159,51 @@ def load_packed(
         raise ConfigError("max_model_len", max_model_len, allowed)
     shorter = dataclasses.replace(packed.spec, max_positions=max_model_len)
     return dataclasses.replace(packed, spec=shorter)
+
+
+def _packed_file(
+    query: CacheQuery, form: WeightFormat | None, progress: Progress | None
+) -> tuple[PackedFile, str | None, bool]:
+    """Make the cache in the first place that can take it, or find what another process has made.
+
+    Returns it, why an older one could not serve, and whether it was made here.
+    """
+    from trivet.models import open_model
+    from trivet.quant.pack import least_bytes, make_cache
+
+    model: Model | None = None
+    needed: int | None = None
+    problems: list[NoRoomError] = []
+    for path in query.paths:
+        try:
+            with writing(path, lambda: _tell_of_waiting(progress)):
+                found, stale = query.find(PackedFile.open)  # another process may have been faster
+                if found is not None:
+                    return found, stale, False
+                if model is None:
+                    model = open_model(query.source)
+                    needed = least_bytes(model, form)
+                assert needed is not None, "the model is open"
+                require_room(path, needed)
+                if problems:
+                    _tell_of_place(problems[-1], needed, path)
+                made = make_cache(query.source, model, form, path, query.key, progress)
+                return made, stale, True
+        except NoRoomError as error:
+            problems.append(error)
+    raise no_place(problems, needed)
+
+
+def _tell_of_place(problem: NoRoomError, needed: int, path: Path) -> None:
+    """Where the cache goes instead: a line on standard error unless the program logs otherwise."""
+    import logging
+
+    logging.getLogger("trivet").warning(
+        "note: %s; it needs at least %s and goes to %s",
+        problem,
+        format_bytes(needed),
+        path.parent,
+    )
 
 
 def _tell_of_waiting(progress: Progress | None) -> None:

@@ -26,12 +26,20 @@ from trivet.checkpoint.resolve import ModelSource
 from trivet.checkpoint.tokenizer import TokenizerData, quick_json
 from trivet.config import Scheme, WeightFormat
 from trivet.errors import CheckpointError, QuantError
-from trivet.models import Model, ModelSpec, open_model, rope_tables
-from trivet.native.packing import PackedWeight, can_concatenate, concatenate, pack
+from trivet.models import Model, ModelSpec, rope_tables
+from trivet.native.packing import (
+    Layout,
+    PackedWeight,
+    ScaleType,
+    can_concatenate,
+    concatenate,
+    pack,
+)
 from trivet.native.weights import WeightTensor
 from trivet.quant.load import Progress
 from trivet.quant.rtn import Converted, convert, frobenius, own_format, source_type
 
+_FLOATS = ("F32", "F16", "BF16")
 Bias = NDArray[np.float32] | None
 TABLE_FORMAT = WeightFormat(8, 32)  # embedding and head of quantized models
 _ROW_GROUP = 128  # groups of 8 bits that hold what had one scale a row in 4
@@ -40,6 +48,7 @@ _LINEARS = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "dow
 
 def make_cache(
     source: ModelSource,
+    model: Model,
     target: WeightFormat | None,
     path: Path,
     key: dict[str, Any],
@@ -47,32 +56,50 @@ def make_cache(
 ) -> PackedFile:
     """Read, convert and write a model, and map the result.
 
-    target  None: the file's own formats      path  where the cache goes; the caller holds its lock
-    key     what `cache_key` gives; stored
-    Raises CheckpointError: the model is unsound or changes meanwhile, or the disk is full.
+    source, model  the model, opened      target  None: the file's own formats
+    path           where the cache goes; the caller holds its lock
+    key            what `cache_key` gives; stored
+    Raises CheckpointError: the model is unsound or changes meanwhile. OSError: the disk is full.
     """
-    model = open_model(source)
     capacity = (1 << 16) + 1024 * (8 + 6 * model.spec.num_layers)
-    try:
-        with PackedWriter(path, capacity) as writer:
-            header = pack_model(model, target, writer, progress)
-            data = _within(model.tokenizer_data(), model.spec.vocab_size, source.path)
-            raw = quick_json(data.json).encode()
-            offset = writer.blob(raw)
-            spec = dataclasses.replace(model.spec, bos_id=data.bos_id, eos_ids=data.eos_ids)
-            header |= {
-                "key": key,
-                "spec": spec.to_json(),
-                "identity": _source_sha256(source),
-                "tokenizer": [offset, len(raw)],
-                "tokenizer_settings": data.settings(),
-            }
-            if cache_key(source, key["weights"]) != key:
-                raise CheckpointError(source.path, "was changed while it was read")
-            writer.commit(header)
-    except OSError as error:
-        raise CheckpointError(path, f"cannot be written: {error.strerror or error}") from None
+    with PackedWriter(path, capacity) as writer:
+        header = pack_model(model, target, writer, progress)
+        data = _within(model.tokenizer_data(), model.spec.vocab_size, source.path)
+        raw = quick_json(data.json).encode()
+        offset = writer.blob(raw)
+        spec = dataclasses.replace(model.spec, bos_id=data.bos_id, eos_ids=data.eos_ids)
+        header |= {
+            "key": key,
+            "spec": spec.to_json(),
+            "identity": _source_sha256(source),
+            "tokenizer": [offset, len(raw)],
+            "tokenizer_settings": data.settings(),
+        }
+        if cache_key(source, key["weights"]) != key:
+            raise CheckpointError(source.path, "was changed while it was read")
+        writer.commit(header)
     return PackedFile.open(path)
+
+
+def least_bytes(model: Model, target: WeightFormat | None) -> int:
+    """What a cache takes at least, known before anything is read: matrices and rope tables.
+
+    target  None: the file's own formats, where floats become bf16 and no grid becomes smaller
+    """
+    total = 4 * model.spec.max_positions * model.spec.head_dim
+    for job in _jobs(model.spec, target):
+        infos = [model.checkpoint.info(model.file_name(role, job.layer)) for role in job.roles]
+        if job.target is None:
+            for info in infos:
+                is_float = info.dtype in _FLOATS
+                total += 2 * math.prod(info.shape) if is_float else info.num_bytes
+        else:
+            rows = sum(math.prod(info.shape[:-1]) for info in infos)
+            layout = Layout(job.target, rows, infos[0].shape[-1], ScaleType.F16)
+            total += sum(
+                math.prod(shape) * dtype.itemsize for dtype, shape in layout.parts.values()
+            )
+    return total
 
 
 def _source_sha256(source: ModelSource) -> str:
