@@ -65,6 +65,7 @@ class Prediction:
     """What is known before anything runs.
 
     bytes          of all tensors of the output        source_bytes  the same model in bf16
+    stored_bytes   of the source's weight files, most of whose tensor bytes are of stored_dtype
     memory_bytes   of the work, about: what is held at once, and the interpreter
     loaders        who should load the result, and the largest tensor-parallel degree
     """
@@ -74,11 +75,15 @@ class Prediction:
     memory_bytes: int
     loaders: dict[str, Any]
     targets: dict[str, int]
+    stored_bytes: int
+    stored_dtype: str
 
     def as_json(self) -> dict[str, Any]:
         return {
             "predicted_bytes": self.bytes,
             "source_bytes": self.source_bytes,
+            "stored_bytes": self.stored_bytes,
+            "stored_dtype": self.stored_dtype,
             "predicted_memory_bytes": self.memory_bytes,
             "loaders": self.loaders,
             "targets": self.targets,
@@ -139,7 +144,18 @@ def predict(model: Model, plan: Plan, recipe: Recipe, calibrate: CalibrationConf
         streams + sums + 4 * layer + 4 * spec.vocab_size * spec.hidden_size + _PROCESS_BYTES,
         loaders(plan, recipe.format, recipe.gptq.act_order),
         plan.names(),
+        *_stored(model),
     )
+
+
+def _stored(model: Model) -> tuple[int, str]:
+    """Bytes of a model's weight files, and the type that has most of their tensors' bytes."""
+    by_type: collections.Counter[str] = collections.Counter()
+    paths = set()
+    for info in model.checkpoint.tensors.values():
+        by_type[info.dtype] += info.num_bytes
+        paths.add(info.path)
+    return sum(path.stat().st_size for path in paths), by_type.most_common(1)[0][0]
 
 
 def quantize(
@@ -253,7 +269,9 @@ def _to_gguf(
     float_bytes = make_plan(spec, None).bytes
     if to_folder:
         memory = _PROCESS_BYTES + 20 * spec.vocab_size * spec.hidden_size  # widened in float64
-        prediction = Prediction(2 * float_bytes, float_bytes, memory, {}, {})
+        prediction = Prediction(
+            2 * float_bytes, float_bytes, memory, {}, {}, *_stored(settings.model)
+        )
     else:
         planned = plan_gguf(settings.model, gguf_type(format), None, parse_keep(keep))
         kinds = collections.Counter(tensor.kind for tensor in planned.tensors)
@@ -261,8 +279,9 @@ def _to_gguf(
         if method == "kquant":
             memory += float_bytes  # the model in bf16, mapped while inputs are collected
         prediction = Prediction(
-            planned.num_bytes, float_bytes, memory, gguf_loaders(planned), dict(kinds)
-        )
+            planned.num_bytes, float_bytes, memory, gguf_loaders(planned), dict(kinds),
+            *_stored(settings.model),
+        )  # fmt: skip
         if max_bytes is not None and planned.num_bytes > max_bytes:
             allowed = f"at least the {planned.num_bytes} bytes that are predicted"
             raise ConfigError("max_bytes", max_bytes, allowed)

@@ -51,6 +51,13 @@ def test_a_dry_run_says_what_it_would_come_to(
     result = last_line(capsys.readouterr().out)
     assert result["path"] is None
     assert result["predicted_bytes"] > 0
+    assert result["stored_bytes"] == (source / "model.safetensors").stat().st_size
+    assert result["stored_dtype"] == "F32"
+    assert run([*words, "--dry-run"]) == 0
+    shown = capsys.readouterr().err
+    share = result["predicted_bytes"] / result["stored_bytes"]
+    assert f"{result['stored_bytes']:,} bytes as stored, F32; the result is {share:.0%}" in shown
+    assert "of bf16)" in shown
     assert not list(tmp_path.iterdir())
 
 

@@ -200,8 +200,14 @@ def _time(seconds: float) -> str:
 def _announce(out: Output, prediction: Prediction) -> None:
     """What is known before the hours of work."""
     share = prediction.bytes / prediction.source_bytes
+    stored = prediction.bytes / prediction.stored_bytes
     rows: list[tuple[str, object]] = [
         ("bytes", f"{prediction.bytes:,} ({share:.0%} of bf16)"),
+        (
+            "source",
+            f"{prediction.stored_bytes:,} bytes as stored, {prediction.stored_dtype};"
+            f" the result is {stored:.0%} of them",
+        ),
         ("memory", f"about {prediction.memory_bytes / 2**20:,.0f} MiB"),
         ("linears", ", ".join(f"{count} x {name}" for name, count in prediction.targets.items())),
     ]
