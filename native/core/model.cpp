@@ -20,6 +20,23 @@ int32_t round_up(int32_t value, int32_t multiple) {
     return (value + multiple - 1) / multiple * multiple;
 }
 
+// Cuts a loop's blocks into items, large ones first: each thread reads long stretches of weights,
+// and the small ones at the end let nobody wait long for the other.
+std::vector<int32_t> cut(int32_t num_blocks, int32_t threads) {
+    if (threads == 1) return {0, num_blocks};
+    std::vector<int32_t> bounds = {0};
+    const int32_t least = std::max(1, num_blocks / (40 * threads));
+    for (int32_t end = 0; end < num_blocks;) {
+        // A little more than half of what is left, one item a thread.
+        const int32_t item = std::max(least, (num_blocks - end) * 11 / (20 * threads));
+        for (int32_t thread = 0; thread < threads && end < num_blocks; ++thread) {
+            end = std::min(num_blocks, end + item);
+            bounds.push_back(end);
+        }
+    }
+    return bounds;
+}
+
 void require(bool holds, const std::string& what) {
     if (!holds) throw std::invalid_argument(what);
 }
@@ -83,7 +100,7 @@ Model::Model(ModelWeights weights, Level level, int num_threads)
 int32_t Model::add_linear(OpClass op_class, Point point, Source source, const float* gain,
                           int32_t width, int32_t out_width, const std::vector<LinearPart>& parts,
                           bool accumulate) {
-    LinearOp op{op_class, point, source, gain, width, {}, {}, 0, accumulate};
+    LinearOp op{op_class, point, source, gain, width, {}, {}, 0, accumulate, {}};
     int32_t column = 0;
     for (const LinearPart& part : parts) {
         const LinearWeight& w = part.weight;
@@ -111,6 +128,7 @@ int32_t Model::add_linear(OpClass op_class, Point point, Source source, const fl
     require(column == out_width, std::string("model: the weights of ") + op_class_name(op_class) +
                                      " have " + std::to_string(column) + " outputs, not " +
                                      std::to_string(out_width));
+    op.bounds = cut(op.num_blocks, pool_.num_threads());
     max_forms_ = std::max(max_forms_, static_cast<int32_t>(op.forms.size()));
     max_width_ = std::max(max_width_, width);
     linears_.push_back(std::move(op));
@@ -423,9 +441,7 @@ void Model::run_linear(const LinearOp& op, int32_t layer, int32_t num_rows, cons
     // own.
     uint64_t prepare_ns = 0;
     const uint64_t prepared_for = ++prepared_count_;
-    const int32_t blocks_per_item = std::max(1, op.num_blocks / (threads == 1 ? 1 : threads * 6));
-    const int32_t num_items = (op.num_blocks + blocks_per_item - 1) / blocks_per_item;
-    pool_.parallel_for(num_items, [&](int32_t item, int thread) {
+    pool_.parallel_for(static_cast<int32_t>(op.bounds.size()) - 1, [&](int32_t item, int thread) {
         Scratch& scratch = scratch_[static_cast<size_t>(thread)];
         if (!shared && scratch.prepared_for != prepared_for) {
             const bool timed = timers_ && thread == 0;
@@ -437,8 +453,8 @@ void Model::run_linear(const LinearOp& op, int32_t layer, int32_t num_rows, cons
             if (timed) prepare_ns = clock_.now_ns() - prepare_start;
         }
         const Prepared& prepared = shared ? prepared_ : scratch.prepared;
-        const int32_t begin = item * blocks_per_item;
-        const int32_t end = std::min(op.num_blocks, begin + blocks_per_item);
+        const int32_t begin = op.bounds[static_cast<size_t>(item)];
+        const int32_t end = op.bounds[static_cast<size_t>(item) + 1];
         for (const Part& part : op.parts) {
             const int32_t blocks = part.weight.n_padded / kBlock;
             const int32_t from = std::max(0, begin - part.first_block);

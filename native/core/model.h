@@ -140,6 +140,7 @@ class Model {
         std::vector<Part> parts;
         int32_t num_blocks;
         bool accumulate;
+        std::vector<int32_t> bounds;  // item i of the loop computes blocks [bounds[i], bounds[i+1])
     };
     enum class OpKind : int32_t { kLinear, kAttention, kLayerDone };
     struct Op {

@@ -16,12 +16,14 @@ namespace trivet::avx2 {
 namespace {
 
 constexpr int32_t kRows = 4;                // rows of one register tile
-constexpr int32_t kDirectRows = 8;          // up to here 4-bit codes are unpacked in registers
-constexpr int32_t kPanelColumns = 1024;     // columns of one unpacked panel: 16 KiB
+constexpr int32_t kSpanRows = 64 * kRows;   // rows that stay in a core's cache
 constexpr int32_t kPanelRows = 24 * kRows;  // rows that share one unpacked panel
 constexpr int32_t kWideColumns = 256;       // bf16 columns widened at a time: 6 KiB
 constexpr int32_t kWideStride = 36;         // floats of one row's 32 widened columns
 constexpr int32_t kPrefetchBytes = 1024;
+
+// What must stand in the loop that calls it: as a call it would keep every sum in memory.
+#define TRIVET_INLINE __attribute__((always_inline)) inline
 
 struct Pair {
     __m256 lo, hi;
@@ -95,6 +97,16 @@ inline void for_row_tiles(int32_t begin, int32_t end, Tile tile) {
             return tile.template operator()<3>(row);
         default:
             return;
+    }
+}
+
+// Calls body(block, first row, end of rows) for all blocks and rows: many rows go in spans that
+// stay in the core's cache while all blocks pass.
+template <class Body>
+inline void for_blocks(int32_t rows, int32_t block_begin, int32_t block_end, Body body) {
+    for (int32_t first = 0; first < rows; first += kSpanRows) {
+        const int32_t end = first + kSpanRows < rows ? first + kSpanRows : rows;
+        for (int32_t block = block_begin; block < block_end; ++block) body(block, first, end);
     }
 }
 
@@ -193,17 +205,17 @@ inline void bf16_tile<1>(const LinearWeight& w, const uint16_t* codes, const uin
 
 void bf16(const LinearWeight& w, const Activations& x, int32_t block_begin, int32_t block_end,
           float* out, ptrdiff_t out_stride, bool accumulate) {
-    for (int32_t block = block_begin; block < block_end; ++block) {
+    for_blocks(x.rows, block_begin, block_end, [&](int32_t block, int32_t first, int32_t end) {
         const auto* codes =
             static_cast<const uint16_t*>(w.codes) + int64_t(block) * w.k_padded * 16;
-        for_row_tiles(0, x.rows, [&]<int R>(int32_t row) {
+        for_row_tiles(first, end, [&]<int R>(int32_t row) {
             Pair acc[R];
             bf16_tile<R>(w, codes, x.bf16 + int64_t(row) * w.k_padded, row == 0, acc);
             for (int r = 0; r < R; ++r) {
                 store(w, block, acc[r], out + (row + r) * out_stride, accumulate);
             }
         });
-    }
+    });
 }
 
 // Half a block: the 16 columns whose wide values begin at `wide`.
@@ -222,12 +234,11 @@ inline void bf16_half(const uint16_t* codes, const float* wide, Pair* acc) {
 
 // Adds the products of `columns` columns (a multiple of 4) to sum[r][half], exactly.
 template <int R>
-inline void int8_dot(const int8_t* codes, const int8_t* x, ptrdiff_t x_stride, int32_t columns,
-                     bool first, __m256i (*sum)[2]) {
+TRIVET_INLINE void int8_dot(const int8_t* codes, const int8_t* x, ptrdiff_t x_stride,
+                            int32_t columns, bool first, __m256i (*sum)[2]) {
     const __m256i ones = _mm256_set1_epi16(1);
-#pragma GCC unroll 1
-    for (int32_t k = 0; k < columns; k += 4) {
-        prefetch(codes + 16 * k, first);
+    auto step = [&](int32_t k) __attribute__((always_inline)) {
+        prefetch(codes + 16 * k, R == 1 || first);
         const __m256i lo = load(codes + 16 * k), hi = load(codes + 16 * k + 32);
         const __m256i abs_lo = _mm256_abs_epi8(lo), abs_hi = _mm256_abs_epi8(hi);
         for (int r = 0; r < R; ++r) {
@@ -237,16 +248,23 @@ inline void int8_dot(const int8_t* codes, const int8_t* x, ptrdiff_t x_stride, i
             add32(sum[r][0], _mm256_madd_epi16(p, ones));
             add32(sum[r][1], _mm256_madd_epi16(q, ones));
         }
+    };
+    if constexpr (R == 1) {
+#pragma GCC unroll 2
+        for (int32_t k = 0; k < columns; k += 4) step(k);
+    } else {
+#pragma GCC unroll 1
+        for (int32_t k = 0; k < columns; k += 4) step(k);
     }
 }
 
 void int8_row(const LinearWeight& w, const Activations& x, int32_t block_begin, int32_t block_end,
               float* out, ptrdiff_t out_stride, bool accumulate) {
-    for (int32_t block = block_begin; block < block_end; ++block) {
+    for_blocks(x.rows, block_begin, block_end, [&](int32_t block, int32_t first, int32_t end) {
         const auto* codes = static_cast<const int8_t*>(w.codes) + int64_t(block) * w.k_padded * 16;
         const float* scales = static_cast<const float*>(w.scales) + block * 16;
         const __m256 scale_lo = _mm256_loadu_ps(scales), scale_hi = _mm256_loadu_ps(scales + 8);
-        for_row_tiles(0, x.rows, [&]<int R>(int32_t row) {
+        for_row_tiles(first, end, [&]<int R>(int32_t row) {
             __m256i sum[R][2];
             for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
             int8_dot<R>(codes, x.codes + int64_t(row) * w.k_padded, w.k_padded, w.k_padded,
@@ -259,7 +277,7 @@ void int8_row(const LinearWeight& w, const Activations& x, int32_t block_begin, 
                 store(w, block, y, out + (row + r) * out_stride, accumulate);
             }
         });
-    }
+    });
 }
 
 // ---- groups ----
@@ -278,16 +296,15 @@ inline Pair load_scales(const void* values, int64_t index) {
 
 // sum[r][half] = products of one group; 4-bit codes packed as stored.
 template <int R>
-inline void int4_dot(const uint8_t* codes, const int8_t* x, ptrdiff_t x_stride, int32_t columns,
-                     bool first, __m256i (*sum)[2]) {
+TRIVET_INLINE void int4_dot(const uint8_t* codes, const int8_t* x, ptrdiff_t x_stride,
+                            int32_t columns, bool first, __m256i (*sum)[2]) {
     const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
     for (int32_t k = 0; k < columns; k += 32) {
         __m256i part[R][2];
-        for (int r = 0; r < R; ++r) part[r][0] = part[r][1] = _mm256_setzero_si256();
-#pragma GCC unroll 1
+#pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
             const uint8_t* bytes = codes + 8 * k + 64 * i;
-            prefetch(bytes, first);
+            prefetch(bytes, R == 1 || first);
             const __m256i a = load(bytes), b = load(bytes + 32);
             const __m256i a_low = _mm256_and_si256(a, low), b_low = _mm256_and_si256(b, low);
             const __m256i a_high = _mm256_and_si256(_mm256_srli_epi16(a, 4), low);
@@ -295,8 +312,15 @@ inline void int4_dot(const uint8_t* codes, const int8_t* x, ptrdiff_t x_stride, 
             for (int r = 0; r < R; ++r) {
                 const __m256i u = broadcast(x + r * x_stride + k + 4 * i);
                 const __m256i v = broadcast(x + r * x_stride + k + 16 + 4 * i);
-                add16(part[r][0], _mm256_maddubs_epi16(a_low, u));
-                add16(part[r][1], _mm256_maddubs_epi16(b_low, u));
+                const __m256i p = _mm256_maddubs_epi16(a_low, u);
+                const __m256i q = _mm256_maddubs_epi16(b_low, u);
+                if (i == 0) {
+                    part[r][0] = p;
+                    part[r][1] = q;
+                } else {
+                    add16(part[r][0], p);
+                    add16(part[r][1], q);
+                }
                 add16(part[r][0], _mm256_maddubs_epi16(a_high, v));
                 add16(part[r][1], _mm256_maddubs_epi16(b_high, v));
             }
@@ -310,8 +334,8 @@ inline void int4_dot(const uint8_t* codes, const int8_t* x, ptrdiff_t x_stride, 
 
 // The 16 columns in the low or the high nibbles (shift 0 or 4) of one block of 32.
 template <int R>
-inline void int4_half_dot(const uint8_t* codes, int shift, const int8_t* x, ptrdiff_t x_stride,
-                          bool first, __m256i (*sum)[2]) {
+TRIVET_INLINE void int4_half_dot(const uint8_t* codes, int shift, const int8_t* x,
+                                 ptrdiff_t x_stride, bool first, __m256i (*sum)[2]) {
     const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
     const __m128i count = _mm_cvtsi32_si128(shift);
     __m256i part[R][2];
@@ -334,46 +358,7 @@ inline void int4_half_dot(const uint8_t* codes, int shift, const int8_t* x, ptrd
     }
 }
 
-// The same with the codes unpacked to one per byte, [columns / 4][16][4]; kStep columns are added
-// up in 16 bits.
-template <int R, int32_t kStep>
-inline void panel_dot(const uint8_t* panel, const int8_t* x, ptrdiff_t x_stride, int32_t columns,
-                      __m256i (*sum)[2]) {
-    const __m256i ones = _mm256_set1_epi16(1);
-    for (int32_t k = 0; k < columns; k += kStep) {
-        __m256i part[R][2];
-        for (int r = 0; r < R; ++r) part[r][0] = part[r][1] = _mm256_setzero_si256();
-#pragma GCC unroll 1
-        for (int32_t i = k; i < k + kStep; i += 4) {
-            const __m256i a = load(panel + 16 * i), b = load(panel + 16 * i + 32);
-            for (int r = 0; r < R; ++r) {
-                const __m256i v = broadcast(x + r * x_stride + i);
-                add16(part[r][0], _mm256_maddubs_epi16(a, v));
-                add16(part[r][1], _mm256_maddubs_epi16(b, v));
-            }
-        }
-        for (int r = 0; r < R; ++r) {
-            sum[r][0] = _mm256_add_epi32(sum[r][0], _mm256_madd_epi16(part[r][0], ones));
-            sum[r][1] = _mm256_add_epi32(sum[r][1], _mm256_madd_epi16(part[r][1], ones));
-        }
-    }
-}
-
-// Unpacks `columns` (rounded up to a multiple of 32) of one block to one code per byte.
-inline void unpack_panel(const uint8_t* codes, int32_t columns, bool first, uint8_t* panel) {
-    const __m256i low = _mm256_set1_epi8(15);
-    for (int32_t k = 0; k < columns; k += 32) {
-        for (int i = 0; i < 8; ++i) {
-            if (i % 2 == 0) prefetch(codes + 8 * k + 32 * i, first);
-            const __m256i v = load(codes + 8 * k + 32 * i);
-            auto* out = reinterpret_cast<__m256i*>(panel + 16 * k + 32 * i);
-            _mm256_storeu_si256(out, _mm256_and_si256(v, low));
-            _mm256_storeu_si256(out + 8, _mm256_and_si256(_mm256_srli_epi16(v, 4), low));
-        }
-    }
-}
-
-enum class Codes { kInt8, kInt4, kInt4Panel };
+enum class Codes { kInt8, kInt4 };
 
 // Groups [group_begin, group_end) of one block against R rows: acc is read and written.
 // `codes` points at the first of these groups, x at the row's first column of the whole input.
@@ -393,13 +378,7 @@ __attribute__((noinline)) void group_tile(const LinearWeight& w, const Activatio
         const int32_t columns = kGroup > 0 || left >= group ? group : left;
         const uint8_t* group_codes = codes + int64_t(begin - group_begin * group) * kColumnBytes;
         __m256i sum[R][2];
-        for (int r = 0; r < R; ++r) {
-            sum[r][0] = sum[r][1] = _mm256_setzero_si256();
-            if constexpr (kCodes != Codes::kInt8 && kScheme == Scheme::kSym) {
-                const int32_t sum_x = x_sums[int64_t(r) * w.num_groups + g];
-                sum[r][0] = sum[r][1] = _mm256_set1_epi32(-8 * sum_x);
-            }
-        }
+        for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
         if constexpr (kCodes == Codes::kInt8) {
             int8_dot<R>(reinterpret_cast<const int8_t*>(group_codes), x_codes + begin, w.k_padded,
                         columns, row == 0, sum);
@@ -407,11 +386,8 @@ __attribute__((noinline)) void group_tile(const LinearWeight& w, const Activatio
             // Two groups share a block of 32: the odd one lies in the high nibbles.
             int4_half_dot<R>(g % 2 == 0 ? group_codes : group_codes - 16 * kColumnBytes, g % 2 * 4,
                              x_codes + begin, w.k_padded, row == 0, sum);
-        } else if constexpr (kCodes == Codes::kInt4) {
-            int4_dot<R>(group_codes, x_codes + begin, w.k_padded, columns, row == 0, sum);
         } else {
-            panel_dot<R, kGroup == 16 ? 16 : 32>(group_codes, x_codes + begin, w.k_padded, columns,
-                                                 sum);
+            int4_dot<R>(group_codes, x_codes + begin, w.k_padded, columns, row == 0, sum);
         }
         const int64_t index = scale_index(w, block, g);
         const Pair scale = load_scales<kScale>(w.scales, index);
@@ -426,6 +402,11 @@ __attribute__((noinline)) void group_tile(const LinearWeight& w, const Activatio
         }
         for (int r = 0; r < R; ++r) {
             const int32_t sum_x = x_sums[int64_t(r) * w.num_groups + g];
+            if constexpr (kCodes == Codes::kInt4 && kScheme == Scheme::kSym) {
+                const __m256i v = _mm256_slli_epi32(_mm256_set1_epi32(sum_x), 3);
+                sum[r][0] = _mm256_sub_epi32(sum[r][0], v);
+                sum[r][1] = _mm256_sub_epi32(sum[r][1], v);
+            }
             const float sx = x_scales[int64_t(r) * w.num_groups + g];
             if constexpr (kScheme == Scheme::kZeroPoint) {
                 // Lanes are (zero, 0) and (sum_x, sign) in 16-bit halves: |sum_x| <= 127 * 128.
@@ -444,7 +425,7 @@ __attribute__((noinline)) void group_tile(const LinearWeight& w, const Activatio
                 acc[r].hi = _mm256_fmadd_ps(u, minimum.hi, acc[r].hi);
             }
         }
-        keep_in_memory(acc);
+        if constexpr (R > 1) keep_in_memory(acc);
     }
 }
 
@@ -460,10 +441,10 @@ template <Codes kCodes, Scheme kScheme, ScaleType kScale>
 void group_direct(const LinearWeight& w, const Activations& x, int32_t block_begin,
                   int32_t block_end, float* out, ptrdiff_t out_stride, bool accumulate) {
     constexpr int32_t kColumnBytes = kCodes == Codes::kInt4 ? 8 : 16;
-    for (int32_t block = block_begin; block < block_end; ++block) {
+    for_blocks(x.rows, block_begin, block_end, [&](int32_t block, int32_t first, int32_t end) {
         const uint8_t* codes =
             static_cast<const uint8_t*>(w.codes) + int64_t(block) * w.k_padded * kColumnBytes;
-        for_row_tiles(0, x.rows, [&]<int R>(int32_t row) {
+        for_row_tiles(first, end, [&]<int R>(int32_t row) {
             Pair acc[R];
             for (int r = 0; r < R; ++r) acc[r].lo = acc[r].hi = _mm256_setzero_ps();
             const auto tile = group_tile_for<kCodes, kScheme, kScale, R>(w.group);
@@ -472,39 +453,7 @@ void group_direct(const LinearWeight& w, const Activations& x, int32_t block_beg
                 store(w, block, acc[r], out + (row + r) * out_stride, accumulate);
             }
         });
-    }
-}
-
-// 4-bit codes of many rows: each panel is unpacked once for kPanelRows of them.
-template <Scheme kScheme, ScaleType kScale>
-void group_panels(const LinearWeight& w, const Activations& x, int32_t block_begin,
-                  int32_t block_end, float* out, ptrdiff_t out_stride, bool accumulate) {
-    alignas(64) uint8_t panel[kPanelColumns * 16];
-    Pair acc[kPanelRows];
-    const int32_t groups_per_panel = kPanelColumns / w.group;
-    for (int32_t block = block_begin; block < block_end; ++block) {
-        const uint8_t* codes =
-            static_cast<const uint8_t*>(w.codes) + int64_t(block) * w.k_padded * 8;
-        for (int32_t first = 0; first < x.rows; first += kPanelRows) {
-            const int32_t end = first + kPanelRows < x.rows ? first + kPanelRows : x.rows;
-            for (Pair& a : acc) a.lo = a.hi = _mm256_setzero_ps();
-            for (int32_t g = 0; g < w.num_groups; g += groups_per_panel) {
-                const int32_t g_end =
-                    g + groups_per_panel < w.num_groups ? g + groups_per_panel : w.num_groups;
-                const int32_t begin = g * w.group, stop = g_end * w.group;
-                unpack_panel(codes + int64_t(begin) * 8,
-                             (stop < w.k_padded ? stop : w.k_padded) - begin, first == 0, panel);
-                for_row_tiles(first, end, [&]<int R>(int32_t row) {
-                    const auto tile =
-                        group_tile_for<Codes::kInt4Panel, kScheme, kScale, R>(w.group);
-                    tile(w, x, block, panel, row, g, g_end, acc + (row - first));
-                });
-            }
-            for (int32_t row = first; row < end; ++row) {
-                store(w, block, acc[row - first], out + row * out_stride, accumulate);
-            }
-        }
-    }
+    });
 }
 
 // ---- 4-bit codes, bf16 activations ----
@@ -800,14 +749,8 @@ template <Scheme kScheme>
 void int4_scheme(const LinearWeight& w, const Activations& x, int32_t block_begin,
                  int32_t block_end, float* out, ptrdiff_t out_stride, bool accumulate) {
     const bool f16 = w.scale_type == ScaleType::kF16;
-    LinearFn kernel;
-    if (x.rows <= kDirectRows) {
-        kernel = f16 ? group_direct<Codes::kInt4, kScheme, ScaleType::kF16>
-                     : group_direct<Codes::kInt4, kScheme, ScaleType::kF32>;
-    } else {
-        kernel =
-            f16 ? group_panels<kScheme, ScaleType::kF16> : group_panels<kScheme, ScaleType::kF32>;
-    }
+    const LinearFn kernel = f16 ? group_direct<Codes::kInt4, kScheme, ScaleType::kF16>
+                                : group_direct<Codes::kInt4, kScheme, ScaleType::kF32>;
     kernel(w, x, block_begin, block_end, out, out_stride, accumulate);
 }
 
