@@ -33,7 +33,7 @@ $(VENV)/.installed: $(VENV)/.created $(SOURCES) constraints.txt
 $(VENV)/.tests: $(VENV)/.installed
 	@echo "installing what the tests need, torch and transformers among it (about 2 minutes) ..."
 	$(PIP) install -c constraints.txt torch==2.13.0
-	$(PIP) install -c constraints.txt pytest pytest-timeout hypothesis gguf safetensors openai transformers ruff mypy clang-format
+	$(PIP) install -c constraints.txt pytest pytest-timeout pytest-xdist hypothesis gguf safetensors openai transformers accelerate ruff mypy clang-format
 	@touch $@
 
 # lm-eval's client has an environment of its own: no pip in it, nothing but what the client imports.
@@ -61,10 +61,10 @@ demo: install ## make the demo model faster, rung by rung (5 minutes on 2 cores)
 test: $(VENV)/.tests $(LM_EVAL)/.installed ## build and test everything that needs no network beyond the package registries
 	@echo "checking format, lint and types (a minute), then running all tests (up to 15 minutes) ..."
 	PATH="$(abspath $(BIN)):$$PATH" scripts/check
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 test-fast: $(VENV)/.tests ## the tests of a minute
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow"
 
 test-sanitize: $(VENV)/.tests ## the native tests with AddressSanitizer and UndefinedBehaviorSanitizer (10 minutes)
 	scripts/test-sanitize
@@ -80,8 +80,6 @@ peers: install ## side by side with llama.cpp, OpenVINO and vLLM (40 minutes; bu
 	$(BIN)/python benchmarks/peers/run.py -o benchmarks/results
 
 accuracy: $(VENV)/.tests ## logits against transformers in float32, on the demo model and on reference B
-	@echo "installing accelerate ..."
-	$(PIP) install -c constraints.txt accelerate
 	test -d build/reference_b || $(BIN)/python benchmarks/make_reference.py --seed 0 -o build/reference_b
 	$(BIN)/python benchmarks/accuracy.py -o benchmarks/results/accuracy_demo.json
 	$(BIN)/python benchmarks/accuracy.py --model build/reference_b --forms bf16/bf16 bf16/int8 w8a8/bf16 w8a8/int8 -o benchmarks/results/accuracy_reference_b.json
