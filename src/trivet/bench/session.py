@@ -173,24 +173,28 @@ class Session:
         chats: Sequence[Sequence[int]],
         longs: Sequence[Sequence[int]],
         max_prefill_chunk: int | None,
+        draft: str = "off",
     ) -> dict[str, Any]:
         """Run the mixed load with one setting of chunked prefill; chats and longs are token ids."""
         long_tokens = max(map(len, longs))
         longest = max(
             max(map(len, chats)) + load.chat_output_tokens, long_tokens + load.long_output_tokens
         )
+        num_seqs = load.streams + 4
+        rows = num_seqs if draft == "off" else num_seqs * (1 + EngineConfig.draft_tokens)
+        rows += long_tokens if max_prefill_chunk is None else max_prefill_chunk
         config = EngineConfig(
             max_model_len=self._checked_length(longest),
-            num_pages=pages_needed(longest) * (load.streams + 4),
-            max_num_seqs=load.streams + 4,
-            max_step_tokens=long_tokens + load.streams + 4
-            if max_prefill_chunk is None
-            else max_prefill_chunk + load.streams + 4,
+            num_pages=pages_needed(longest) * num_seqs,
+            max_num_seqs=num_seqs,
+            max_step_tokens=rows,
             max_prefill_chunk=max_prefill_chunk,
             prefix_cache=False,
+            draft=draft,
         )
         config = self._fitted(config)
-        engine = self.model.new_engine(config, self._arena_of(config.num_pages), None)
+        arena = self._arena_of(config.num_pages)
+        engine = self.model.new_engine(config, arena, self.model.new_drafter(config, arena))
         result: dict[str, Any] = dict(run_mixed(engine, chats, longs, load))
         result["peak_rss_bytes"] = peak_rss_bytes()
         return result

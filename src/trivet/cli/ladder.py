@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     help="Out of bf16,w8a8,w4,int8-kv,ngram,chunked-prefill.  [default: all]",
 )
 @click.option(
-    "--gate", metavar="G", default="fast", help="fast, full, or off: quality is not measured."
+    "--gate",
+    metavar="G",
+    default="fast",
+    help="fast: perplexity; full: every check of evaluate; off: quality is not measured.",
 )
 @click.option(
     "--budget",
@@ -99,7 +102,7 @@ def ladder(
 
         result = climb(asked, loading=bar.loading, progress=progress, on_rung=on_rung)
     paths = write_report(result, out_folder)
-    _print_table(out, result.model, shown)
+    _print_table(out, result.model, shown, gate)
     out.note(summary_line(result))
     recipe = shlex.quote(str(paths["recipe.toml"]))
     out.note(f"Report:    {paths['report.html']}")
@@ -115,36 +118,81 @@ def ladder(
     return 0
 
 
+_MARKS = {"yes": "+", "no": "-", "undecided": "?"}
+
+
 def _line(rung: Rung) -> str:
-    mark = "+" if rung.in_recipe else "-"
-    return f"{mark} {rung.name:<16} {rung.change}: {rung.reason}"
+    return f"{_MARKS[rung.outcome]} {rung.name:<16} {rung.change}: {rung.reason}"
 
 
-def _print_table(out: Output, model: str, rungs: list[Rung]) -> None:
-    rows = []
+def _print_table(out: Output, model: str, rungs: list[Rung], gate: str) -> None:
+    """Two lines a rung: its figures, and those of the configuration before in the same rounds."""
+    from trivet.bench.rung import SHORT_NAMES
+
+    rows: list[tuple[str | None, ...]] = []
     for rung in rungs:
+        before = rung.before
         deltas = [q.delta_ppl for q in rung.quality.corpora] if rung.quality is not None else []
         known = [delta for delta in deltas if delta is not None]
         overall = rung.quality.overall if rung.quality is not None else None
+        gain = _gain(rung.gain_over_previous)
         rows.append(
             (
                 rung.name,
-                number(None if rung.ttft_s is None else 1000 * rung.ttft_s),
-                number(None if rung.tpot_s is None else 1000 * rung.tpot_s),
+                number(_scaled(rung.ttft_s, 1000)),
+                number(_scaled(rung.tpot_s, 1000)),
                 number(rung.out_tok_s),
-                number(rung.peak_rss_bytes / 2**20) if rung.peak_rss_bytes else None,
+                number(_scaled(rung.peak_rss_bytes, 2**-20)),
                 f"{max(known):+.3f}" if known else None,
                 number(overall.mean_kl) if overall is not None else None,
-                _gain(rung.gain_over_previous),
+                None if gain is None else f"{SHORT_NAMES[rung.gain_of]} {gain}",
                 _gain(rung.gain_over_baseline),
-                "yes" if rung.in_recipe else "no",
+                "?" if rung.outcome == "undecided" else rung.outcome,
             )
         )
+        if before is not None:
+            rows.append(
+                (
+                    "  before",
+                    number(_scaled(before["ttft_s"], 1000)),
+                    number(_scaled(before["tpot_s"], 1000)),
+                    number(before["out_tok_s"]),
+                    *("",) * 3,
+                    _spread(rung, "gain_over_previous"),
+                    *("",) * 2,
+                )
+            )
     heads = (
-        "rung", "TTFT ms", "TPOT ms", "tok/s", "MiB", "+ppl", "KL", "gain", "total", "in",
+        "rung", "TTFT\nms", "TPOT\nms", "tok/s", "MiB", "+ppl", "KL", "gain", "total", "in",
     )  # fmt: skip
     out.table(model, heads, rows)
+    notes = [
+        "before: the configuration that the rung is held against, in the same rounds; rows of two "
+        "rungs are of different times.",
+        "gain: before over after, with the lowest and highest round below; total: over bf16.",
+    ]
+    notes += [
+        f"{short}: {name}{' under a load of its own, as are its figures' * (short != 'time')}."
+        for name, short in SHORT_NAMES.items()
+        if any(rung.ratios and rung.gain_of == name for rung in rungs)
+    ]
+    if any(rung.outcome == "undecided" for rung in rungs):
+        notes.append("?: undecided, and not in the recipe.")
+    if gate == "off":
+        notes.append("The gate is off: quality was not measured.")
+    for note in notes:
+        out.note(note)
 
 
 def _gain(value: float | None) -> str | None:
     return None if value is None else f"x{value:.2f}"
+
+
+def _spread(rung: Rung, name: str) -> str:
+    """The lowest and highest round."""
+    low, high = rung.spread.get(name, (0.0, 0.0))
+    return f"{low:.2f}..{high:.2f}" if rung.rounds > 1 else f"{rung.rounds} round"
+
+
+def _scaled(value: float | None, unit: float) -> float | None:
+    return None if value is None else value * unit
