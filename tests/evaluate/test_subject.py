@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from support.toy_model import make_toy_model
+from support.toy_runner import ToyRunner
 from trivet.errors import ConfigError
 from trivet.evaluate.scoring import LogSoftmax, Scorer
-from trivet.evaluate.subject import LocalSubject, Prompt, Score
+from trivet.evaluate.subject import Generated, KnownAnswers, LocalSubject, Prompt, Score
 
 
 def _naive(text: str, continuation: str) -> tuple[float, bool]:
@@ -68,6 +70,61 @@ def test_generation_is_what_exact_scoring_calls_greedy() -> None:
     [[score]] = subject.score([[(Prompt("to be or"), text.text)]], _nothing)
     assert score.is_greedy or not text.text
     assert isinstance(score, Score)
+
+
+def test_prompts_of_several_families_are_scored_as_alone() -> None:
+    families = ["one beginning of some length, shared by a few " * 3, "another that is shared " * 6]
+    items = [
+        [(Prompt(f"{family}and end {n}:"), " so"), (Prompt(f"{family}and end {n}:"), " or so")]
+        for family in [*families, "short ", families[0]]
+        for n in range(3)
+    ]
+    scores = LocalSubject(make_toy_model(), 512).score(items, _nothing)
+    for item, found in zip(items, scores, strict=True):
+        for (prompt, continuation), score in zip(item, found, strict=True):
+            logprob, is_greedy = _naive(prompt.text, continuation)
+            assert score.logprob == pytest.approx(logprob, rel=1e-5)
+            assert score.is_greedy == is_greedy
+
+
+PROMPTS = [Prompt("to be or"), Prompt("the dog"), Prompt("a"), Prompt("never mind")]
+
+
+@pytest.mark.parametrize("stops", [(), ("e",), ("a", "o")])
+def test_a_guess_changes_nothing_whether_it_is_right_or_wrong(stops: tuple[str, ...]) -> None:
+    plain = LocalSubject(make_toy_model(), 256).generate(PROMPTS, 12, stops, _nothing)
+    tokens = [list(text.tokens) for text in plain]
+    wrong = [
+        [*ids[:4], (int(ids[4]) + 1) % 64, *ids[5:]] if len(ids) > 4 else [3] for ids in tokens
+    ]
+    for guessed in (tokens, [ids[:3] for ids in tokens], wrong, [[] for _ in tokens]):
+        guesses = [Generated("", ids, False) for ids in guessed]
+        done: list[int] = []
+        subject = LocalSubject(make_toy_model(), 256)
+        found = subject.generate(PROMPTS, 12, stops, done.append, guesses)
+        assert [(t.text, list(t.tokens), t.is_complete) for t in found] == [
+            (t.text, list(t.tokens), t.is_complete) for t in plain
+        ]
+        assert sum(done) >= len(PROMPTS)
+
+
+def test_known_answers_are_those_of_the_model_and_survive_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "answers.json"
+    known = KnownAnswers.load(path)
+    first = LocalSubject(make_toy_model(), 512, known)
+    scores, texts = first.score(ITEMS, _nothing), first.generate(PROMPTS, 6, ("e",), _nothing)
+    known.save(path)
+    again = KnownAnswers.load(path)
+    assert again == known
+    model = make_toy_model()
+    second = LocalSubject(model, 512, again)
+    assert second.score(ITEMS, _nothing) == scores
+    found = second.generate(PROMPTS, 6, ("e",), _nothing)
+    assert [(t.text, list(t.tokens)) for t in found] == [(t.text, list(t.tokens)) for t in texts]
+    assert isinstance(model.runner, ToyRunner)
+    assert model.runner.num_steps == 0
+    path.write_text("[1, 2]")
+    assert KnownAnswers.load(path) == KnownAnswers()
 
 
 def test_a_prompt_too_long_for_the_context_is_named() -> None:

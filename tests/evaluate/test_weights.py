@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from trivet.config import ModelConfig
-from trivet.evaluate.checks import weights
+from trivet.evaluate.checks import identity, weights
 from trivet.evaluate.corruptions import CORRUPTIONS, corrupted
 from trivet.evaluate.results import Finding
 from trivet.evaluate.sensitivity import measure_sensitivity
+from trivet.evaluate.subject import LocalSubject
 from trivet.loader import LoadedModel, load_model
 
 TEXT_IDS = [(7 * at) % 300 + 3 for at in range(96)]
@@ -48,9 +49,27 @@ def test_good_formats_pass(folder: Path, form: str) -> None:
 @pytest.mark.parametrize("form", ["w8a8-g32", "w4a8-g32"])
 @pytest.mark.parametrize("kind", CORRUPTIONS)
 def test_the_smallest_damage_is_found(folder: Path, kind: str, form: str) -> None:
-    broken = corrupted(_load(folder, form), kind, seed=1)
-    found = weights.check(broken, _load(folder, "bf16"), TEXT_IDS)
-    assert found.finding is Finding.REJECT, found.metrics
+    base, model = _load(folder, "bf16"), _load(folder, form)
+    broken = corrupted(model, kind, seed=1)
+    found = [
+        weights.check(broken, base, TEXT_IDS),
+        identity.check(LocalSubject(broken, 64), LocalSubject(base, 64)),
+    ]
+    assert Finding.REJECT in [check.finding for check in found], found
+    whole = weights.check(model, base, TEXT_IDS)  # the file itself is as it was
+    assert whole.finding is Finding.PASS, whole.reason
+
+
+def test_an_embedding_stored_twice_is_no_damage(folder: Path) -> None:
+    base, model = _load(folder, "bf16"), _load(folder, "w8a8-g32")
+    assert "embed" not in base.packed.file.tensors
+    tensors = dict(model.packed.file.tensors)
+    tensors["embed"] = dataclasses.replace(tensors["head"], name="embed")
+    file = dataclasses.replace(model.packed.file, tensors=tensors)
+    two = dataclasses.replace(model, packed=dataclasses.replace(model.packed, file=file))
+    for own, other in ((two, base), (two, model), (model, two)):
+        found = weights.check(own, other, TEXT_IDS)
+        assert found.finding is Finding.PASS, found.reason
 
 
 def test_a_zero_point_of_a_row_is_found(folder: Path) -> None:

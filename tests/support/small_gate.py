@@ -9,10 +9,8 @@ SMALL = Sizes(
     task_items=3,
     file_items=3,
     long_tokens=300,
-    passkeys=2,
+    passkey_texts=1,
     passkey_tokens=128,
-    side_by_side=4,
-    side_tokens=8,
-    repetition_prompts=4,
-    repetition_tokens=8,
+    texts=4,
+    text_tokens=8,
 )

@@ -160,7 +160,7 @@ def _summaries(rng: random.Random, num_items: int) -> Task:
             continue
         summary = (ast.get_docstring(node) or "").strip().split("\n")[0]
         body = "\n".join(ast.unparse(statement) for statement in node.body[1:])
-        if 25 <= len(summary) <= 90 and 40 <= len(body) <= 260:
+        if 25 <= len(summary) <= 80 and 40 <= len(body) <= 180:
             source = f"def {node.name}({ast.unparse(node.args)}):\n{textwrap.indent(body, '    ')}"
             found.append((source, summary))
     found = sorted(set(found))
@@ -185,13 +185,13 @@ def _next_lines(rng: random.Random, num_items: int) -> Task:
     places = [
         at
         for at in range(12, len(lines))
-        if 16 <= len(lines[at]) <= 70
+        if 16 <= len(lines[at]) <= 60
         and not lines[at].strip().startswith(("#", '"', "'"))
-        and all(len(line) <= 90 for line in lines[at - 6 : at])
+        and all(len(line) <= 90 for line in lines[at - 4 : at])
     ]
     items = []
     for at in rng.sample(places, num_items):
-        context = "\n".join(lines[at - 6 : at]) + "\n"
+        context = "\n".join(lines[at - 4 : at]) + "\n"
         indent = len(lines[at]) - len(lines[at].lstrip())
         alike = [p for p in places if len(lines[p]) - len(lines[p].lstrip()) == indent]
         others = [lines[p] for p in alike if lines[p] != lines[at] and abs(p - at) > 40]

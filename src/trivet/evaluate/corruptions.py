@@ -8,6 +8,7 @@ changed; nothing on disk is touched. `CORRUPTIONS` names the kinds; a kind that 
 from __future__ import annotations
 
 import dataclasses
+import json
 import mmap
 import random
 from collections.abc import Callable
@@ -17,35 +18,52 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trivet import native
-from trivet.checkpoint.packed import PackedFile
-from trivet.config import KVFormat
+from trivet.checkpoint import Tokenizer
+from trivet.checkpoint.packed import PackedFile, PackedTensor
+from trivet.config import KVFormat, WeightFormat
 from trivet.loader import LoadedModel
+from trivet.models import ModelSpec
 from trivet.native.api import ModelRunner
 from trivet.native.packing import pack, unpack
-from trivet.native.weights import WeightTensor, dequantize
+from trivet.native.weights import WeightTensor, dequantize, hadamard_width
 from trivet.quant.rtn import convert
+
+_ALIGN = 4096
 
 
 def corrupted(model: LoadedModel, kind: str, seed: int) -> LoadedModel:
     """A copy of a model with one kind of damage, drawn by the seed. The file on disk stays as it is."""
     packed = model.packed
-    memory = mmap.mmap(-1, len(packed.buffer))
-    memory[:] = bytes(packed.buffer)
-    file = dataclasses.replace(packed.file, buffer=memoryview(memory))
-    damage = _Damage(file, memory, random.Random(f"{kind} {seed}"))
+    size = len(packed.buffer)
+    largest = max(tensor.n_padded * tensor.k_padded for tensor in packed.tensors.values())
+    memory = mmap.mmap(-1, size + 4 * largest + _ALIGN)  # room for one weight in a wider format
+    memory[:size] = packed.buffer
+    file = dataclasses.replace(
+        packed.file, buffer=memoryview(memory), tensors=dict(packed.file.tensors)
+    )
+    rng = random.Random(f"{kind} {seed}")
+    damage = _Damage(file, memory, rng, packed.spec, model.tokenizer, size)
     CORRUPTIONS[kind](damage)
-    broken = dataclasses.replace(packed, file=file, _tokenizers=[model.tokenizer])
+    broken = dataclasses.replace(
+        packed, file=file, spec=damage.spec, _tokenizers=[damage.tokenizer]
+    )
     runner = native.load_model(broken, threads=model.threads, kv=KVFormat(model.config.kv))
     return dataclasses.replace(model, packed=broken, runner=cast(ModelRunner, runner))
 
 
 @dataclasses.dataclass
 class _Damage:
-    """The file being damaged, its bytes, and the draw of the place."""
+    """The file being damaged, its bytes, the draw of the place, and what else a model has.
+
+    end  bytes of ``memory`` in use
+    """
 
     file: PackedFile
     memory: mmap.mmap
     rng: random.Random
+    spec: ModelSpec
+    tokenizer: Tokenizer
+    end: int
 
     @property
     def num_layers(self) -> int:
@@ -65,6 +83,40 @@ class _Damage:
             minima=None if found.minima is None else found.minima.copy(),
             zeros=None if found.zeros is None else found.zeros.copy(),
         )
+
+    def tensors(self) -> dict[str, PackedTensor]:
+        """The file's tensors, to be changed."""
+        return cast(dict[str, PackedTensor], self.file.tensors)
+
+    def append(self, name: str, weight: WeightTensor) -> None:
+        """Put a weight of any layout behind the others; it stands for ``name`` from now on."""
+        packed = pack(weight)
+        layout, kind = packed.layout, packed.layout.kind.name.lower()
+        offsets: dict[str, Any] = dict.fromkeys(("codes", "scales", "minima", "zeros", "sums"))
+        view = np.frombuffer(self.memory, np.uint8)
+        for part, array in packed.arrays.items():
+            raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            offsets[part] = -(-self.end // _ALIGN) * _ALIGN
+            self.end = offsets[part] + len(raw)
+            view[offsets[part] : self.end] = raw
+        is_plain = kind == "bf16"
+        self.tensors()[name] = dataclasses.replace(
+            self.file.tensors[name],
+            **offsets,
+            kind=kind,
+            n_padded=layout.n_padded,
+            k_padded=layout.k_padded,
+            group=0 if is_plain else layout.group,
+            num_groups=0 if is_plain else layout.num_groups,
+            scheme=layout.format.scheme.value,
+            scale_type=None if is_plain else layout.scale_type.name.lower(),
+            hadamard=hadamard_width(layout.k) if kind == "int8_row" else 1,
+            format=layout.format.name,
+        )
+
+    def change_tokenizer(self, **changes: Any) -> None:
+        """Other tokenizer data."""
+        self.tokenizer = Tokenizer(dataclasses.replace(self.tokenizer.data, **changes))
 
     def store(self, name: str, weight: WeightTensor) -> None:
         """Write a weight of the same layout back."""
@@ -167,12 +219,86 @@ def _transposed_scales(d: _Damage) -> None:
 
 def _quantized_twice(d: _Damage) -> None:
     """One weight was rounded to 4 bits before it came into its format."""
-    from trivet.config import WeightFormat
-
     name = d.name()
     weight = d.weight(name)
     first = convert(dequantize(weight), WeightFormat(4, 64)).weight
     d.store(name, convert(dequantize(first), weight.format).weight)
+
+
+def _unquantized(d: _Damage) -> None:
+    """One weight of a quantized model was left as it was."""
+    name = d.name()
+    d.append(name, convert(dequantize(d.weight(name)), WeightFormat.parse("bf16")).weight)
+
+
+def _tie_lost(d: _Damage) -> None:
+    """Embedding and head, one tensor before, are two, and one token's row of the head is another's."""
+    if d.spec.tied_embeddings:
+        d.tensors()["embed"] = dataclasses.replace(d.file.tensors["head"], name="embed")
+        d.spec = dataclasses.replace(d.spec, tied_embeddings=False)
+    weight = d.weight("head")
+    _copy_row(d, weight)
+    d.append("head", weight)
+
+
+def _value_scale_lost(d: _Damage) -> None:
+    """V of one head is read without the scale it was written with."""
+    name = d.name("qkv")
+    weight = d.weight(name)
+    start = (d.spec.num_heads + d.spec.num_kv_heads) * d.spec.head_dim
+    start += d.rng.randrange(d.spec.num_kv_heads) * d.spec.head_dim
+    for part in (weight.scales, weight.minima):
+        if part is not None:
+            part[start : start + d.spec.head_dim] *= 2
+    d.store(name, weight)
+
+
+def _bos(d: _Damage) -> None:
+    """A token put before every text where there was none, or the other way round."""
+    content = json.loads(d.tokenizer.data.json)
+    has_one = bool(d.tokenizer.encode(""))
+    token_id = min(d.tokenizer.special_ids | d.tokenizer.eos_ids)
+    token = d.tokenizer.id_to_token(token_id)
+    first = [] if has_one else [{"SpecialToken": {"id": token, "type_id": 0}}]
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [*first, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {token: {"id": token, "ids": [token_id], "tokens": [token]}},
+    }
+    d.change_tokenizer(json=json.dumps(content))
+
+
+def _pre_tokenizer(d: _Damage) -> None:
+    """Numbers and words are cut as another model does."""
+    content = json.loads(d.tokenizer.data.json)
+    found = content.get("pre_tokenizer")
+    if found is not None and found["type"] == "Sequence":
+        found["pretokenizers"] = found["pretokenizers"][1:]
+    elif found is not None and found["type"] == "ByteLevel":
+        found["add_prefix_space"] = not found["add_prefix_space"]
+    else:
+        content["pre_tokenizer"] = {"type": "Digits", "individual_digits": True}
+    d.change_tokenizer(json=json.dumps(content))
+
+
+def _normalizer(d: _Damage) -> None:
+    """Texts are put into lower case first."""
+    content = json.loads(d.tokenizer.data.json)
+    content["normalizer"] = {"type": "Lowercase"}
+    d.change_tokenizer(json=json.dumps(content))
+
+
+def _template(d: _Damage) -> None:
+    """The template does not open the answer."""
+    template = d.tokenizer.data.chat_template or "{{ messages[0]['content'] }}"
+    changed = template.replace("add_generation_prompt", "false")
+    d.change_tokenizer(chat_template=changed if changed != template else template + "\n")
+
+
+def _end_lost(d: _Damage) -> None:
+    """One of the tokens that end a text does not any more."""
+    d.spec = dataclasses.replace(d.spec, eos_ids=tuple(d.spec.eos_ids)[1:])
 
 
 def _heads_swapped(d: _Damage) -> None:
@@ -208,11 +334,16 @@ def _truncated(d: _Damage) -> None:
 def _table_row(d: _Damage) -> None:
     """The embedding of one token is another token's."""
     weight = d.weight("head")
+    _copy_row(d, weight)
+    d.store("head", weight)
+
+
+def _copy_row(d: _Damage, weight: WeightTensor) -> None:
+    """One row becomes the next one's copy."""
     row = d.rng.randrange(weight.shape[0] - 1)
     for part in (weight.codes, weight.scales, weight.minima, weight.zeros):
         if part is not None:
             part[row] = part[row + 1]
-    d.store("head", weight)
 
 
 def _norm(change: Callable[[NDArray[np.float32], int], None], role: str) -> Any:
@@ -256,13 +387,21 @@ CORRUPTIONS: dict[str, Callable[[_Damage], None]] = {
     "scales shifted by a group, one row": _group_shift,
     "scales transposed, one weight": _transposed_scales,
     "quantized twice, one weight": _quantized_twice,
+    "left unquantized, one weight": _unquantized,
     "rows of q permuted, one layer": _heads_swapped,
     "weight of another layer": _layer_of_another,
     "shard cut, one row": _truncated,
     "embedding of one token": _table_row,
+    "tie lost, head of one token": _tie_lost,
+    "KV scale lost, V of one head": _value_scale_lost,
     "norm is NaN, one channel": _norm(_nan, "attn_norm"),
     "norm doubled, one channel": _norm(_doubled, "mlp_norm"),
     "norm folded without 1, one layer": _norm(_minus_one, "attn_norm"),
     "final norm doubled, one channel": _norm(_doubled, "final_norm"),
     "rope of another base": _rope,
+    "BOS lost or added": _bos,
+    "pre-tokenizer of another model": _pre_tokenizer,
+    "normalizer of another model": _normalizer,
+    "chat template does not open the answer": _template,
+    "an end token lost": _end_lost,
 }

@@ -161,6 +161,7 @@ class EndpointSubject(Subject):
         max_tokens: int,
         stops: Sequence[str],
         advance: Callable[[int], None],
+        guesses: Sequence[Generated] = (),
     ) -> list[Generated]:
         ids = self._at_once(self.encode_prompt, prompts)
         body: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": 1, "seed": 0}

@@ -81,7 +81,7 @@ def _reason(name: str, delta: float | None) -> str:
 class Ruling:
     """The verdict of a gate: one over all that may block, one for each kind of task, and why.
 
-    kinds  per kind that was looked at: pass, reject, undecided or ``no signal``
+    kinds  per kind that was looked at: pass, reject, undecided, ``no signal`` or ``left out``
     """
 
     verdict: Verdict
@@ -95,6 +95,8 @@ def judge_checks(results: Sequence[CheckResult], asked: Sequence[Kind] = ()) -> 
 
     asked  the kinds of task that may block; empty: all that were looked at. Checks of the model as a
            whole always may.
+    A task that was left out for want of time says nothing: it blocks only where its kind was asked
+    for. A pass names what was left out.
     """
     kinds = {
         kind: _finding_of([result for result in results if result.kind is kind])
@@ -107,16 +109,21 @@ def judge_checks(results: Sequence[CheckResult], asked: Sequence[Kind] = ()) -> 
         return Ruling(Verdict.REJECT, rejected, kinds, num_votes)
     open_ = [r.reason for r in blocking if r.finding in (Finding.UNDECIDED, Finding.NOT_RUN)]
     for kind in asked:
-        if kinds.get(kind, Finding.NO_SIGNAL) is Finding.NO_SIGNAL:
+        found = kinds.get(kind, Finding.NO_SIGNAL)
+        if found is Finding.LEFT_OUT:
+            open_.append(f"{kind.value}: left out, the budget has no time for it")
+        elif found is Finding.NO_SIGNAL:
             open_.append(f"{kind.value}: no task of this kind carries a signal; give --tasks DIR")
     if num_votes < MIN_VOTES:
         open_.append(f"{num_votes} tasks carry a signal, {MIN_VOTES} are needed")
     if open_:
         return Ruling(Verdict.UNDECIDED, open_, kinds, num_votes)
     passed = sum(result.finding is Finding.PASS for result in results)
-    return Ruling(
-        Verdict.PASS, [f"{passed} checks pass, {num_votes} tasks voted"], kinds, num_votes
-    )
+    reasons = [f"{passed} checks pass, {num_votes} tasks voted"]
+    left_out = [result.name for result in results if result.finding is Finding.LEFT_OUT]
+    if left_out:
+        reasons.append(f"left out, no time in the budget: {', '.join(left_out)}")
+    return Ruling(Verdict.PASS, reasons, kinds, num_votes)
 
 
 def _finding_of(results: Sequence[CheckResult]) -> Finding:
@@ -126,4 +133,6 @@ def _finding_of(results: Sequence[CheckResult]) -> Finding:
         return Finding.REJECT
     if findings & {Finding.UNDECIDED, Finding.NOT_RUN}:
         return Finding.UNDECIDED
-    return Finding.PASS if Finding.PASS in findings else Finding.NO_SIGNAL
+    if Finding.PASS in findings:
+        return Finding.PASS
+    return Finding.LEFT_OUT if Finding.LEFT_OUT in findings else Finding.NO_SIGNAL

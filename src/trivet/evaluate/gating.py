@@ -1,13 +1,21 @@
 """Run the checks of a gate on a candidate and its baseline, and keep what they found.
 
 Sizes of the checks are fixed numbers of tokens and items, so that a gate run again gives the same
-figures. A budget shorter than the size's own makes them smaller in proportion, and a check that would
-begin after the budget is spent is named as not run.
+figures. A task whose items are too few to tell is looked at once more, with EXTENSION times the items.
+
+A budget makes the checks smaller: the pace is measured on the first part of the corpora, and the
+largest of a few sizes is taken that fits. Where the smallest does not fit, whole tasks are left out,
+the longest first, and those of kinds that were asked for last. What is left when the time is up is
+ended where it stands.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
+import math
+import operator
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -29,56 +37,70 @@ from trivet.evaluate.checks import (
     side_by_side,
     weights,
 )
-from trivet.evaluate.checks.judge import Answer, judge_answers
+from trivet.evaluate.checks.judge import MIN_ITEMS, Answer, judge_answers
 from trivet.evaluate.corpora import Corpus
 from trivet.evaluate.gate import GateResult, judge_checks
-from trivet.evaluate.quality import QualityReport, encode_corpora, quality_of, unmeasured
-from trivet.evaluate.results import CheckResult, Finding, Kind
-from trivet.evaluate.scoring import TokenFigures, score_tokens
+from trivet.evaluate.quality import (
+    EncodedCorpus,
+    QualityReport,
+    encode_corpora,
+    quality_of,
+    unmeasured,
+)
+from trivet.evaluate.results import CheckResult, Finding, Kind, Verdict
+from trivet.evaluate.scoring import CHUNK_ROWS, TokenFigures, score_tokens
 from trivet.evaluate.subject import Subject
 from trivet.evaluate.task import Form, Task, load_tasks
 
 FORMAT_VERSION = 1
 _CHARS_PER_TOKEN = 8  # text tokenized for each token wanted of the long text
 _SIGNIFICANCE = 0.05  # of all tasks together
-# Rough times of the sizes on the demo model and two cores, a guess; a shorter budget scales them down.
-_BUDGETS_S = {"fast": 110.0, "full": 840.0}
+EXTENSION = 3  # times the items, at the second look at a task
+_FACTORS = (1.0, 0.8, 0.65, 0.5, 0.35, 0.25, 0.15, 0.1)  # of the sizes, under a budget
+_MARGIN = 0.85  # of the time that is left is planned for
+_CHARS_PER_ROW = 3.5  # rough, for estimates of time only
+_CORPUS_COST = 1.4  # of a row whose whole vocabulary is compared, to a row of a task
+_DRAWN_COST = 2.0  # of a generated token, to a row that is read
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     """How much each check looks at.
 
-    corpus_tokens   scored of each corpus              task_items       of each task
-    file_items      of each task of a folder           long_tokens      of the long text
-    passkeys        prompts, of passkey_tokens each    side_by_side     prompts, of side_tokens each
+    corpus_tokens   scored of each corpus      task_items  of each task, at the first look
+    file_items      of each task of a folder   long_tokens  of the long text
+    passkey_texts   of passkey_tokens each     texts        generated, of text_tokens each
     """
 
     corpus_tokens: int
     task_items: int
     file_items: int
     long_tokens: int
-    passkeys: int
+    passkey_texts: int
     passkey_tokens: int
-    side_by_side: int
-    side_tokens: int
-    repetition_prompts: int
-    repetition_tokens: int
+    texts: int
+    text_tokens: int
 
     def scaled(self, factor: float) -> Sizes:
-        """All amounts of work times a factor; contexts keep their length."""
-        kept = ("passkey_tokens", "side_by_side", "side_tokens", "repetition_tokens")
+        """All amounts of work times a factor, but no check so small that it can say nothing."""
+        least = {
+            "corpus_tokens": 256,
+            "task_items": MIN_ITEMS,
+            "file_items": MIN_ITEMS,
+            "long_tokens": 512,
+            "passkey_texts": -(-MIN_ITEMS // passkey.NUM_KEYS),
+            "text_tokens": 16,
+        }
         changed = {
-            field.name: max(2, round(getattr(self, field.name) * factor))
-            for field in dataclasses.fields(self)
-            if field.name not in kept
+            name: min(getattr(self, name), max(floor, round(getattr(self, name) * factor)))
+            for name, floor in least.items()
         }
         return dataclasses.replace(self, **changed)
 
 
 SIZES = {
-    "fast": Sizes(1280, 32, 32, 1024, 8, 256, 20, 20, 8, 48),
-    "full": Sizes(8192, 120, 200, 4096, 24, 1536, 20, 64, 20, 192),
+    "fast": Sizes(1280, 24, 24, 1024, 6, 256, 20, 32),
+    "full": Sizes(8192, 120, 200, 4096, 12, 1536, 20, 128),
 }
 
 
@@ -89,7 +111,7 @@ class GateOptions:
     size    ``fast`` or ``full``
     tasks   folder of task files; None: the built-in tasks
     kinds   kinds of task that may block; empty: all
-    budget_s  seconds for all checks; None: sizes as they are
+    budget_s  seconds for all of it, loading included; None: sizes as they are
     """
 
     size: str = "fast"
@@ -138,9 +160,32 @@ class GateReport:
         }
 
 
-class Gate:
-    """One run of a gate. Checks are added by `run`; each is timed and may fail by itself.
+class _OutOfTimeError(Exception):
+    """The budget was spent while a check ran."""
 
+
+@dataclasses.dataclass(frozen=True)
+class _Planned:
+    """A check that is to be run.
+
+    name, kind  stand for it when it cannot run
+    rows     rough size, in rows that both models read; 0: not known
+    extend   a second look, with more items; None: there is none
+    is_optional  it may be left out for want of time
+    """
+
+    name: str
+    kind: Kind
+    run: Callable[[], Sequence[CheckResult]]
+    rows: float = 0.0
+    extend: Callable[[], Sequence[CheckResult]] | None = None
+    is_optional: bool = False
+
+
+class Gate:
+    """One run of a gate. Checks are added by `add`; each is timed and may fail by itself.
+
+    started  on `time.monotonic`, when the budget began; None: now
     advance  called with (what is done now, share of the whole)
     """
 
@@ -149,55 +194,142 @@ class Gate:
         options: GateOptions,
         sizes: Sizes,
         advance: Callable[[str, float], None] | None = None,
+        started: float | None = None,
     ) -> None:
         self.options = options
         self.sizes = sizes
         self.checks: list[CheckResult] = []
         self.texts: list[dict[str, Any]] = []
-        self.started = time.monotonic()
+        self.started = time.monotonic() if started is None else started
         self._report = advance or (lambda _label, _share: None)
-        self._plan: list[tuple[str, Kind, Callable[[], Sequence[CheckResult]]]] = []
+        self._plan: list[_Planned] = []
+        self._waiting: list[_Planned] = []  # the part of the plan that did not run yet
+        self._pace: tuple[float, float] = (0.0, 0.0)  # rows read so far, and their seconds
 
-    def add(self, name: str, kind: Kind, run: Callable[[], Sequence[CheckResult]]) -> None:
-        """Plan a check. name and kind stand for it when it cannot run."""
-        self._plan.append((name, kind, run))
+    def add(
+        self,
+        name: str,
+        kind: Kind,
+        run: Callable[[], Sequence[CheckResult]],
+        rows: float = 0.0,
+        extend: Callable[[], Sequence[CheckResult]] | None = None,
+        *,
+        is_optional: bool = False,
+    ) -> None:
+        """Plan a check."""
+        planned = _Planned(name, kind, run, rows, extend, is_optional)
+        self._plan.append(planned)
+        self._waiting.append(planned)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds of the budget that are left."""
+        budget = self.options.budget_s
+        return math.inf if budget is None else self.started + budget - time.monotonic()
+
+    def tick(self, _count: int = 0) -> None:
+        """Called by checks while they run. Raises _OutOfTimeError: the budget is spent."""
+        if self.left_s < 0:
+            raise _OutOfTimeError
+
+    def note_pace(self, rows: float, seconds: float) -> None:
+        """Rows that both models read, and the time it took."""
+        self._pace = (self._pace[0] + rows, self._pace[1] + seconds)
+
+    def seconds_of(self, rows: float) -> float:
+        """How long so many rows take at the pace so far; 0 before any were read."""
+        read, seconds = self._pace
+        return rows * seconds / read if read else 0.0
 
     def run(self) -> None:
-        """Run what is planned, in order."""
-        for number, (name, kind, run) in enumerate(self._plan):
-            self._report(name, number / len(self._plan))
-            begin = time.monotonic()
-            budget = self.options.budget_s
-            if budget is not None and begin - self.started > budget:
-                reason = f"{name}: not run, the budget of {budget:g} s is spent"
-                self.checks.append(CheckResult(name, name, kind, Finding.NOT_RUN, reason))
+        """Run what is planned and did not run, in order."""
+        while self._waiting:
+            self._leave_out()
+            if self._waiting:
+                planned = self._waiting.pop(0)
+                self._report(planned.name, 1 - (len(self._waiting) + 1) / len(self._plan))
+                self.checks += self._found(planned, planned.run)
+
+    def _leave_out(self) -> None:
+        """Drop what there is no time for: the longest first, kinds that were asked for last."""
+        while math.isfinite(self.left_s):
+            optional = [planned for planned in self._waiting if planned.is_optional]
+            needed = self.seconds_of(sum(planned.rows for planned in self._waiting))
+            if not optional or needed <= _MARGIN * self.left_s:
+                return
+            asked = self.options.kinds
+            longest = max(optional, key=lambda planned: (planned.kind not in asked, planned.rows))
+            self._waiting.remove(longest)
+            self.checks.append(self._left_out(longest))
+
+    def _left_out(self, planned: _Planned) -> CheckResult:
+        finding = Finding.LEFT_OUT if planned.is_optional else Finding.NOT_RUN
+        reason = (
+            f"{planned.name}: {finding.value}, the budget of {self.options.budget_s:g} s is spent"
+        )
+        return CheckResult(planned.name, planned.name, planned.kind, finding, reason)
+
+    def _found(
+        self, planned: _Planned, run: Callable[[], Sequence[CheckResult]], rows: float = 0.0
+    ) -> list[CheckResult]:
+        rows = rows or planned.rows
+        begin = time.monotonic()
+        found: Sequence[CheckResult]
+        try:
+            self.tick()
+            found = run()
+        except _OutOfTimeError:
+            found = [self._left_out(planned)]
+        except (EngineError, EndpointError, sandbox.SandboxError, ConfigError) as error:
+            reason = f"{planned.name}: could not run: {error}"
+            found = [CheckResult(planned.name, planned.name, planned.kind, Finding.NOT_RUN, reason)]
+        took = time.monotonic() - begin
+        if rows:
+            self.note_pace(rows, took)
+        share = took / max(1, len(found))
+        return [dataclasses.replace(check, seconds=check.seconds + share) for check in found]
+
+    def look_again(self) -> None:
+        """Second looks. None once the gate rejects: nothing could change that."""
+        for planned in self._plan:
+            places = [
+                at
+                for at, check in enumerate(self.checks)
+                if check.name == planned.name and check.finding is Finding.UNDECIDED
+            ]
+            ruling = judge_checks(self.checks, self.options.kinds)
+            rows = (EXTENSION - 1) * planned.rows
+            fits = self.seconds_of(rows) <= _MARGIN * self.left_s
+            if planned.extend is None or not places or not fits or ruling.verdict is Verdict.REJECT:
                 continue
-            try:
-                found = run()
-            except (EngineError, EndpointError, sandbox.SandboxError, ConfigError) as error:
-                reason = f"{name}: could not run: {error}"
-                found = [CheckResult(name, name, kind, Finding.NOT_RUN, reason)]
-            took = (time.monotonic() - begin) / max(1, len(found))
-            self.checks += [dataclasses.replace(check, seconds=took) for check in found]
+            self._report(f"{planned.name} again", 1.0)
+            [found] = self._found(planned, planned.extend, rows)
+            if found.finding is not Finding.LEFT_OUT:
+                first = self.checks[places[0]]
+                seconds = first.seconds + found.seconds
+                self.checks[places[0]] = dataclasses.replace(found, seconds=seconds)
         self._report("done", 1.0)
 
 
 def pick_tasks(options: GateOptions, sizes: Sizes) -> list[Task]:
-    """The tasks of a gate: those of the folder, or the built-in ones; a sample of each by the seed."""
+    """The tasks of a gate: those of the folder, or the built-in ones; a sample of each by the seed.
+
+    Each has the items of both looks; the first look takes the first of them.
+    """
     if options.tasks is None:
-        return builtin_tasks(options.seed, sizes.task_items)
-    return [task.sample(sizes.file_items, options.seed) for task in load_tasks(options.tasks)]
+        return builtin_tasks(options.seed, EXTENSION * sizes.task_items)
+    most = EXTENSION * sizes.file_items
+    return [task.sample(most, options.seed) for task in load_tasks(options.tasks)]
 
 
-def answer_task(subject: Subject, task: Task) -> list[Answer]:
-    """A subject's answers to all items of a task."""
+def answer_task(
+    baseline: Subject, candidate: Subject, task: Task, advance: Callable[[int], None]
+) -> tuple[list[Answer], list[Answer]]:
+    """The answers of both models to all items of a task, the baseline's first."""
     if task.form in choice.FORMS:
-        return choice.answer(subject, task, _no_progress)
-    return answers.answer(subject, task, _no_progress)
-
-
-def _no_progress(_count: int) -> None:
-    pass
+        base, own = (choice.answer(subject, task, advance) for subject in (baseline, candidate))
+        return base, own
+    return answers.compare(baseline, candidate, task, advance)
 
 
 def run_gate(
@@ -209,95 +341,192 @@ def run_gate(
     context: int,
     stride: int,
     progress: Callable[[str, float], None] | None = None,
+    started: float | None = None,
 ) -> GateReport:
-    """All checks on two models. What one of them does not give is named as not run."""
+    """All checks on two models. What one of them does not give is named as not run.
+
+    started  on `time.monotonic`, when the budget began; None: now
+    """
     sizes = SIZES[options.size]
     if options.corpus_tokens is not None:
         sizes = dataclasses.replace(sizes, corpus_tokens=options.corpus_tokens)
-    if options.budget_s is not None:
-        sizes = sizes.scaled(min(1.0, options.budget_s / _BUDGETS_S[options.size]))
-    gate = Gate(options, sizes, progress)
-    encoded = encode_corpora(
-        baseline, corpora, max_tokens=sizes.corpus_tokens, context=context, stride=stride
-    )
-    figures: dict[str, TokenFigures] = {}
+    gate = Gate(options, sizes, progress, started)
 
-    def read_corpora() -> list[CheckResult]:
-        for corpus in encoded:
-            figures[corpus.corpus.name] = score_tokens(baseline, candidate, corpus.windows)
-        return perplexity.check(figures, options.seed) + divergence.check(figures, options.seed)
+    def read(encoded: Sequence[EncodedCorpus]) -> dict[str, TokenFigures]:
+        return {
+            corpus.corpus.name: score_tokens(baseline, candidate, corpus.windows, gate.tick)
+            for corpus in encoded
+        }
+
+    def encode(num_tokens: int) -> list[EncodedCorpus]:
+        return encode_corpora(
+            baseline, corpora, max_tokens=num_tokens, context=context, stride=stride
+        )
 
     long_ids = baseline.encode(corpora[0].text[: sizes.long_tokens * _CHARS_PER_TOKEN])
     gate.add("identity", Kind.MODEL, lambda: [identity.check(candidate, baseline)])
-    gate.add("weights", Kind.MODEL, lambda: [_check_weights(candidate, baseline, long_ids)])
-    gate.add("perplexity", Kind.MODEL, read_corpora)
+    gate.add(
+        "weights",
+        Kind.MODEL,
+        lambda: [_check_weights(candidate, baseline, long_ids, gate.tick)],
+    )
+    gate.run()
     tasks = pick_tasks(options, sizes)
     room = min(candidate.max_tokens, baseline.max_tokens)
-    passkeys = passkey.make_task(
-        baseline, sizes.passkeys, min(sizes.passkey_tokens, room - 32), options.seed
-    )
-    add_tasks(gate, candidate, baseline, [*tasks, passkeys])
-    gate.add(
-        "perplexity by position",
-        Kind.LONG_CONTEXT,
-        lambda: [
-            long_context.check(candidate, baseline, long_ids, sizes.long_tokens, options.seed)
-        ],
-    )
+    keys = EXTENSION * sizes.passkey_texts
+    tokens = min(sizes.passkey_tokens, room - 32)
+    tasks.append(passkey.make_task(baseline, keys, tokens, options.seed))
+    if options.budget_s is not None:
+        _fit_budget(gate, baseline, candidate, encode, tasks)
+    sizes = gate.sizes
+    encoded = encode(sizes.corpus_tokens)
+    figures: dict[str, TokenFigures] = {}
+
+    def read_corpora() -> list[CheckResult]:
+        figures.update(read(encoded))
+        return perplexity.check(figures, options.seed) + divergence.check(figures, options.seed)
+
+    rows = _CORPUS_COST * sum(len(w.input_ids) for corpus in encoded for w in corpus.windows)
+    gate.add("perplexity", Kind.MODEL, read_corpora, rows)
     add_texts(gate, candidate, baseline)
+    add_position(gate, candidate, baseline, long_ids)
+    add_tasks(gate, candidate, baseline, tasks)
     gate.run()
+    gate.look_again()
     is_read = len(figures) == len(encoded)
     quality = quality_of(figures) if is_read else unmeasured([c.corpus.name for c in encoded])
-    return finish(gate, [*tasks, passkeys], quality)
+    return finish(gate, tasks, quality)
 
 
-def _check_weights(candidate: Subject, baseline: Subject, text_ids: list[int]) -> CheckResult:
+def _fit_budget(
+    gate: Gate,
+    baseline: Subject,
+    candidate: Subject,
+    encode: Callable[[int], list[EncodedCorpus]],
+    tasks: Sequence[Task],
+) -> None:
+    """Measure the pace, and take the largest sizes that the time left is enough for."""
+    windows = [corpus.windows[0] for corpus in encode(CHUNK_ROWS)]
+    score_tokens(baseline, candidate, windows[:1])  # maps the weights
+    begin = time.monotonic()
+    score_tokens(baseline, candidate, windows)
+    rows = sum(len(window.input_ids) for window in windows)
+    gate.note_pace(_CORPUS_COST * rows, time.monotonic() - begin)
+    for factor in _FACTORS:
+        sizes = gate.sizes.scaled(factor)
+        rows = _CORPUS_COST * (len(windows) * sizes.corpus_tokens + sizes.long_tokens)
+        rows += _text_rows(sizes)
+        rows += sum(task_rows(task, items_of(gate.options, sizes, task)) for task in tasks)
+        if gate.seconds_of(rows) <= _MARGIN * gate.left_s:
+            break
+    gate.sizes = sizes
+
+
+def _text_rows(sizes: Sizes) -> float:
+    return sizes.texts * (32 + _DRAWN_COST * sizes.text_tokens)
+
+
+def items_of(options: GateOptions, sizes: Sizes, task: Task) -> int:
+    """Items of the first look at a task."""
+    if task.kind is Kind.LONG_CONTEXT and task.name == "passkey":
+        wanted = sizes.passkey_texts * passkey.NUM_KEYS
+    else:
+        wanted = sizes.task_items if options.tasks is None else sizes.file_items
+    return min(wanted, len(task.items))
+
+
+def task_rows(task: Task, num_items: int) -> float:
+    """Rough rows that each model reads for the first items of a task."""
+    chars, before = 0.0, ""
+    for item in task.items[:num_items]:
+        for prompt in item.prompts:
+            shared = itertools.takewhile(bool, map(operator.eq, before, prompt.text))
+            chars += len(prompt.text) - sum(1 for _ in shared)
+            before = prompt.text
+            chars += sum(map(len, item.choices or [item.answer]))
+    rows = chars / _CHARS_PER_ROW
+    if task.form in answers.FORMS:
+        rows += num_items * (_DRAWN_COST * task.max_tokens / 2 + 16)
+    return rows
+
+
+def _check_weights(
+    candidate: Subject, baseline: Subject, text_ids: list[int], advance: Callable[[int], None]
+) -> CheckResult:
     if candidate.loaded is None or baseline.loaded is None:
         reason = "weights: not run, the files of a model behind a URL cannot be read"
         return CheckResult("weights", "weights", Kind.MODEL, Finding.NOT_RUN, reason)
-    return weights.check(candidate.loaded, baseline.loaded, text_ids)
+    return weights.check(candidate.loaded, baseline.loaded, text_ids, advance)
+
+
+def add_position(
+    gate: Gate, candidate: Subject, baseline: Subject, text_ids: Sequence[int]
+) -> None:
+    """Plan perplexity by position."""
+    length, seed = gate.sizes.long_tokens, gate.options.seed
+    gate.add(
+        "perplexity by position",
+        Kind.LONG_CONTEXT,
+        lambda: [long_context.check(candidate, baseline, text_ids, length, seed, gate.tick)],
+        _CORPUS_COST * length,
+        is_optional=True,
+    )
 
 
 def add_texts(gate: Gate, candidate: Subject, baseline: Subject) -> None:
-    """Plan the checks that generate texts: repetition, and prompts side by side."""
+    """Plan what looks at generated texts: repetition, and prompts side by side."""
     sizes, seed = gate.sizes, gate.options.seed
 
-    def repeat() -> list[CheckResult]:
-        prompts = held_out_prompts(seed + 1, sizes.repetition_prompts)
-        return [
-            repetition.check(
-                candidate, baseline, prompts, sizes.repetition_tokens, seed, _no_progress
-            )
-        ]
-
     def compare() -> list[CheckResult]:
-        prompts = held_out_prompts(seed, sizes.side_by_side)
-        check, gate.texts = side_by_side.compare(
-            candidate, baseline, prompts, sizes.side_tokens, _no_progress
-        )
-        return [check]
+        prompts = held_out_prompts(seed, sizes.texts)
+        base = baseline.generate(prompts, sizes.text_tokens, (), gate.tick)
+        own = candidate.generate(prompts, sizes.text_tokens, (), gate.tick, base)
+        check, gate.texts = side_by_side.compare(prompts, base, own, sizes.text_tokens)
+        return [repetition.check(base, own, seed), check]
 
-    gate.add("repetition", Kind.MODEL, repeat)
-    gate.add("side by side", Kind.MODEL, compare)
+    gate.add("repetition", Kind.MODEL, compare, _text_rows(sizes))
 
 
 def add_tasks(gate: Gate, candidate: Subject, baseline: Subject, tasks: Sequence[Task]) -> None:
     """Plan one check for each task, at a level of significance that holds over all of them."""
-    level = _SIGNIFICANCE / max(1, len(tasks))
-    for task in tasks:
+    options, level = gate.options, _SIGNIFICANCE / max(1, len(tasks))
 
-        def compare(task: Task = task) -> list[CheckResult]:
+    def plan(task: Task) -> None:
+        num_first = items_of(options, gate.sizes, task)
+        known: list[Answer] = []
+        own_known: list[Answer] = []
+
+        def compare(end: int) -> list[CheckResult]:
             if task.form is Form.CODE and not sandbox.is_isolated():
                 return [_no_sandbox(task)]
-            answers = [answer_task(subject, task) for subject in (baseline, candidate)]
+            part = dataclasses.replace(task, items=task.items[len(known) : end])
+            for all_, new in zip(
+                (known, own_known), answer_task(baseline, candidate, part, gate.tick), strict=True
+            ):
+                all_ += new
+            asked = dataclasses.replace(task, items=task.items[:end])
             return [
                 judge_answers(
-                    task.form.value, task.name, task.kind, task.chance, *answers,
-                    seed=gate.options.seed, level=level,
+                    task.form.value, task.name, task.kind, asked.chance, known, own_known,
+                    seed=options.seed, level=level, is_bound=task.form in answers.FORMS,
                 )
             ]  # fmt: skip
 
-        gate.add(task.name, task.kind, compare)
+        more = None
+        num_all = min(len(task.items), EXTENSION * num_first)
+        if num_first < num_all:
+            more = functools.partial(compare, num_all)
+        gate.add(
+            task.name,
+            task.kind,
+            functools.partial(compare, num_first),
+            task_rows(task, num_first),
+            more,
+            is_optional=True,
+        )
+
+    for task in tasks:
+        plan(task)
 
 
 def _no_sandbox(task: Task) -> CheckResult:

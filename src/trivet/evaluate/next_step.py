@@ -115,6 +115,9 @@ def _decide(checks: Sequence[CheckResult]) -> tuple[str, str]:
     if any(check.finding is Finding.NOT_RUN for check in checks):
         names = ", ".join(c.name for c in checks if c.finding is Finding.NOT_RUN)
         return "run", f"make these checks run: {names} (more --budget, or a model on this machine)"
+    if any(check.finding is Finding.LEFT_OUT for check in checks):
+        names = ", ".join(c.name for c in checks if c.finding is Finding.LEFT_OUT)
+        return "run", f"give more --budget, or none: left out were {names}"
     if any(check.finding is Finding.UNDECIDED for check in checks):
         return "sample", "use --gate full or more items in --tasks DIR: the sample is too small"
     return "tasks", "give --tasks DIR with tasks the baseline can do"

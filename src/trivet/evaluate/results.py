@@ -23,6 +23,7 @@ class Finding(enum.StrEnum):
     no_signal       the task has no vote: the baseline itself is not above chance, or nothing here
                     isolates the code that it would run
     not_run         it could not run here, and is named: the verdict is at most undecided
+    left_out        a task for which the budget had no time: it says nothing about its kind
     not_applicable  it has nothing to look at, or is for reading
     """
 
@@ -31,6 +32,7 @@ class Finding(enum.StrEnum):
     UNDECIDED = "undecided"
     NO_SIGNAL = "no signal"
     NOT_RUN = "not run"
+    LEFT_OUT = "left out"
     NOT_APPLICABLE = "not applicable"
 
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ from trivet.evaluate.quality import (
 )
 from trivet.evaluate.results import Finding, Verdict
 from trivet.evaluate.scoring import Scorer
-from trivet.evaluate.subject import LocalSubject, Subject
+from trivet.evaluate.subject import KnownAnswers, LocalSubject, Subject
 from trivet.loader import LoadedModel, Progress, load_model
 
 if TYPE_CHECKING:  # a plain evaluation loads no checks
@@ -124,6 +125,7 @@ def evaluate_model(
         raise ConfigError(
             "baseline", baseline.model, f"{allowed}, as MODEL is; `trivet serve` gives one a URL"
         )
+    started = time.monotonic()
     stride = context if stride is None else stride
     texts = load_corpora(corpora)
     room = _room(options, context)
@@ -133,11 +135,11 @@ def evaluate_model(
         if baseline is not None:
             base = model
             if baseline != config:
-                base = stack.enter_context(_open(baseline, loading, room))
+                base = stack.enter_context(_open(baseline, loading, room, keep=options is not None))
             _check_comparable(model, base, baseline.model, is_gated=options is not None)
         details = None
         if options is not None and base is not None:
-            details = _gate(model, base, texts, options, context, stride, on_check)
+            details = _gate(model, base, texts, options, context, stride, on_check, started)
         if details is not None:
             max_tokens = details.sizes.corpus_tokens
             report = details.quality
@@ -176,11 +178,28 @@ def evaluate_model(
 
 @contextlib.contextmanager
 def _open(
-    config: ModelConfig | EndpointConfig, loading: Progress | None, room: int
+    config: ModelConfig | EndpointConfig,
+    loading: Progress | None,
+    room: int,
+    *,
+    keep: bool = False,
 ) -> Iterator[Subject]:
-    """A model, closed at the end. room: tokens that its checks use at once."""
+    """A model, closed at the end.
+
+    room  tokens that its checks use at once
+    keep  its answers stay beside its cache, for the next gate against it
+    """
     if isinstance(config, ModelConfig):
-        yield LocalSubject(load_model(config, loading), room)
+        model = load_model(config, loading)
+        if not keep:
+            yield LocalSubject(model, room)
+            return
+        name = f"{model.packed.path.name}.{model.runner.numerics_id[:12]}.answers.json"
+        path = model.packed.path.with_name(name)
+        known = KnownAnswers.load(path)
+        yield LocalSubject(model, room, known)
+        with contextlib.suppress(OSError):  # a read-only cache: asked again next time
+            known.save(path)
         return
     from trivet.evaluate.endpoint import EndpointSubject
 
@@ -339,13 +358,17 @@ def _gate(
     context: int,
     stride: int,
     on_check: Callable[[str, float], None] | None,
+    started: float,
 ) -> GateReport:
     from trivet.evaluate.gating import run_gate
 
     longest = min(model.max_tokens, base.max_tokens)
     if context > longest:
         raise ConfigError("context", context, f"up to {longest}, the model's own")
-    return run_gate(model, base, texts, options, context=context, stride=stride, progress=on_check)
+    return run_gate(
+        model, base, texts, options, context=context, stride=stride, progress=on_check,
+        started=started,
+    )  # fmt: skip
 
 
 def _measure(

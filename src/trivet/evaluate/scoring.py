@@ -19,6 +19,8 @@ from trivet.config import PAGE_TOKENS
 from trivet.native.api import Arena, Float32, ModelRunner, StepInput
 
 CHUNK_ROWS = 64
+_ROWS_AT_ONCE = 4
+_FOLDED = 768  # columns from which sums are in float64
 Float64 = NDArray[np.float64]
 
 
@@ -113,7 +115,7 @@ class Scorer:
             targets = np.asarray(window.target_ids[start : start + CHUNK_ROWS], np.int64)
             with np.errstate(invalid="ignore", over="ignore"):
                 whole = LogSoftmax.of(logits)
-                yield Rows(whole.nll_rows(targets), whole.shifted.argmax(axis=1), whole)
+                yield Rows(whole.nll_rows(targets), logits.argmax(axis=1), whole)
 
 
 @dataclasses.dataclass
@@ -138,24 +140,45 @@ class Tally:
         return math.exp(mean) if mean < 700 else None
 
 
+def _row_blocks(count: int) -> Iterator[slice]:
+    for start in range(0, count, _ROWS_AT_ONCE):
+        yield slice(start, min(count, start + _ROWS_AT_ONCE))
+
+
+def _row_sums(values: Float32) -> Float64:
+    """Sums of rows [R, V], float64. ``values`` are overwritten: halves are added up in float32, which
+    rounds each term a few times only, and what is left in float64.
+    """
+    width = values.shape[1]
+    while width > _FOLDED:
+        half = width // 2
+        values[:, :half] += values[:, width - half : width]
+        width -= half
+    return values[:, :width].sum(axis=1, dtype=np.float64)
+
+
 @dataclasses.dataclass(frozen=True)
 class LogSoftmax:
-    """Rows of logits prepared once: shifted by their maximum, exponentials and log of their sum.
+    """Rows of logits prepared once: shifted by their maximum, and the log of the exponentials' sum.
 
-    shifted, exponentials  float32 [R, V]      log_sum  float64 [R]
-    Sums are in float64; single terms in float32, an error near 1e-7 of each.
+    shifted  float32 [R, V]      log_sum  float64 [R]
+    Single terms are float32, an error near 1e-7 of each, and so are the first foldings of their sums.
+    A few rows are worked on at a time, so that what is thrown away stays in the processor's cache.
     """
 
     shifted: Float32
-    exponentials: Float32
     log_sum: Float64
 
     @classmethod
     def of(cls, logits: Float32) -> LogSoftmax:
         shifted = logits - logits.max(axis=1, keepdims=True)
-        exponentials = np.exp(shifted)
-        log_sum = np.log(exponentials.sum(axis=1, dtype=np.float64))
-        return cls(shifted, exponentials, log_sum)
+        sums = np.empty(len(logits))
+        scratch = np.empty((_ROWS_AT_ONCE, logits.shape[1]), np.float32)
+        for part in _row_blocks(len(logits)):
+            block = scratch[: part.stop - part.start]
+            np.exp(shifted[part], out=block)
+            sums[part] = _row_sums(block)
+        return cls(shifted, np.log(sums))
 
     def nll(self, targets: NDArray[np.int64]) -> float:
         """Sum of the targets' negative log-probabilities."""
@@ -172,7 +195,14 @@ class LogSoftmax:
 
     def kl_rows(self, other: LogSoftmax) -> Float64:
         """KL(self || other) of each row, [R]."""
-        terms = (self.exponentials * (self.shifted - other.shifted)).sum(axis=1, dtype=np.float64)
+        terms = np.empty(len(self.log_sum))
+        scratch = np.empty((2, _ROWS_AT_ONCE, self.shifted.shape[1]), np.float32)
+        for part in _row_blocks(len(terms)):
+            difference, weight = scratch[:, : part.stop - part.start]
+            np.subtract(self.shifted[part], other.shifted[part], out=difference)
+            np.exp(self.shifted[part], out=weight)
+            difference *= weight
+            terms[part] = _row_sums(difference)
         rows = terms / np.exp(self.log_sum) - (self.log_sum - other.log_sum)
         return np.asarray(np.maximum(rows, 0.0))
 

@@ -17,13 +17,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-CONFIDENCE = 0.95  # of each end of an interval
+CONFIDENCE = 0.95  # of each end of an interval, unless another is asked for
 _RESAMPLES = 2000
 
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """An estimate with its ends: each end alone holds with `CONFIDENCE`."""
+    """An estimate with its ends: each end alone holds with the confidence asked for."""
 
     value: float
     low: float
@@ -68,7 +68,9 @@ def _binomial_cdf(successes: int, trials: int, share: float) -> float:
     return total
 
 
-def drop_of_counts(baseline: Sequence[bool], candidate: Sequence[bool]) -> Interval:
+def drop_of_counts(
+    baseline: Sequence[bool], candidate: Sequence[bool], confidence: float = CONFIDENCE
+) -> Interval:
     """Drop in the share of right answers.
 
     The ends are conservative: the exact bound of the share of items lost, less what was gained, and
@@ -79,8 +81,8 @@ def drop_of_counts(baseline: Sequence[bool], candidate: Sequence[bool]) -> Inter
     gained = sum(c and not b for b, c in zip(baseline, candidate, strict=True))
     return Interval(
         (lost - gained) / n,
-        lost / n - largest_share(gained, n),
-        largest_share(lost, n) - gained / n,
+        lost / n - largest_share(gained, n, confidence),
+        largest_share(lost, n, confidence) - gained / n,
     )
 
 

@@ -10,13 +10,18 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import hashlib
 import itertools
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
+from trivet import files
 from trivet.config import PAGE_TOKENS, EngineConfig
 from trivet.errors import ConfigError, EngineError, RequestError
 from trivet.evaluate.scoring import LogSoftmax, Rows, Scorer, Window
@@ -38,7 +43,8 @@ if TYPE_CHECKING:
 
 _MAX_ROWS = 256  # rows of one forward call of scoring
 _BATCH_ROWS = 2048  # rows laid out in pages before they are run
-_MAX_SEQS = 16  # prompts generated for at once
+_MAX_SEQS = 32  # prompts generated for at once
+MAX_KNOWN_BYTES = 32 << 20  # of a file of answers
 _CHAT_TURN = "User: {}\nAssistant:"  # a chat for models without a template
 
 
@@ -140,8 +146,13 @@ class Subject(abc.ABC):
         max_tokens: int,
         stops: Sequence[str],
         advance: Callable[[int], None],
+        guesses: Sequence[Generated] = (),
     ) -> list[Generated]:
-        """The greedy text after each prompt, cut before the first stop string."""
+        """The greedy text after each prompt, cut before the first stop string.
+
+        guesses  another model's texts for these prompts, with the same limits; empty: none. They
+                 save time where this model agrees with them, and change nothing.
+        """
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt as it would be served: template and special tokens included."""
@@ -173,6 +184,39 @@ class Subject(abc.ABC):
 
 
 _Entry = tuple[float, bool]  # log-probability of a token, and whether it is the most likely
+
+
+@dataclasses.dataclass
+class KnownAnswers:
+    """What one model answered to prompts, by `answer_key`: another gate need not ask again.
+
+    entries  of each continuation's tokens     tokens  of greedy texts
+    """
+
+    entries: dict[str, list[list[_Entry]]] = dataclasses.field(default_factory=dict)
+    tokens: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: Path) -> KnownAnswers:
+        """What `save` wrote; nothing where there is no such file or it is not ours."""
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except (OSError, msgspec.MsgspecError):
+            return cls()
+
+    def save(self, path: Path) -> None:
+        """Write all of it; beyond MAX_KNOWN_BYTES nothing is kept. Raises OSError."""
+        data = msgspec.json.encode(self)
+        if len(data) <= MAX_KNOWN_BYTES:
+            files.write(path, data)
+
+
+def answer_key(
+    what: str, head: Sequence[int], tails: Sequence[Sequence[int]], stops: Sequence[str] = ()
+) -> str:
+    """The name of a question: the ids of a prompt and of what may follow, and where a text ends."""
+    text = json.dumps([what, head, tails, stops])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,10 +251,14 @@ class LocalSubject(Subject):
     """A loaded model. Arenas and an engine of its own are made when first needed.
 
     max_tokens  bounds prompt and answer together and with them the memory for KV
+    known       what the model answered before; its answers are added
     """
 
-    def __init__(self, model: LoadedModel, max_tokens: int = 4096) -> None:
+    def __init__(
+        self, model: LoadedModel, max_tokens: int = 4096, known: KnownAnswers | None = None
+    ) -> None:
         self.model = model
+        self._known = known
         self._max_tokens = min(max_tokens, model.runner.max_positions)
         pages = 2 * -(-self._max_tokens // PAGE_TOKENS)
         self._num_pages = max(pages, _BATCH_ROWS // PAGE_TOKENS + _MAX_SEQS)
@@ -288,7 +336,7 @@ class LocalSubject(Subject):
     ) -> list[list[Score]]:
         """Scores as the protocol says.
 
-        Full pages that all prompts share are computed once, and each prompt once for all of its
+        Full pages that prompts in a row share are computed once, and each prompt once for all of its
         continuations: these run one after the other over the same page slots.
         """
         groups: list[_Group] = []
@@ -306,14 +354,35 @@ class LocalSubject(Subject):
                 places[-1].append((number, len(groups[number].tails) - 1))
         if not groups:
             return []
-        common = _common_pages(groups)
-        table = list(range(common))
-        self._run([_Rows(groups[0].head, 0, common * PAGE_TOKENS, table)])
-        found: list[list[Score]] = []
-        for batch in self._batches(groups, common):
-            found += self._score_batch(batch, table)
-            advance(round(len(batch) * len(items) / len(groups)))
-        return [[found[number][tail] for number, tail in item] for item in places]
+        found = self._entries(groups, advance, len(items) / len(groups))
+        return [[_score(found[number][tail]) for number, tail in item] for item in places]
+
+    def _entries(
+        self, groups: list[_Group], advance: Callable[[int], None], share: float = 0.0
+    ) -> list[list[list[_Entry]]]:
+        """Of each group, the entries of every continuation's tokens. share: of an item, of each."""
+        keys = [answer_key("score", group.head, group.tails) for group in groups]
+        known = {} if self._known is None else self._known.entries
+        new = {key: group for key, group in zip(keys, groups, strict=True) if key not in known}
+        advance(round((len(groups) - len(new)) * share))
+        found: dict[str, list[list[_Entry]]] = {}
+        waiting = iter(new)
+        for batch in self._read(list(new.values())):
+            for entries in batch:
+                found[next(waiting)] = entries
+            advance(round(len(batch) * share))
+        if self._known is not None:
+            known |= found
+        return [found.get(key) or known[key] for key in keys]
+
+    def _read(self, groups: list[_Group]) -> Iterator[list[list[list[_Entry]]]]:
+        """Batches of groups: of each, the entries of every continuation's tokens."""
+        for alike in _alike(groups):
+            common = _common_pages(alike)
+            table = list(range(common))
+            self._run([_Rows(alike[0].head, 0, common * PAGE_TOKENS, table)])
+            for batch in self._batches(alike, common):
+                yield self._read_batch(batch, table)
 
     def _batches(self, groups: list[_Group], common: int) -> Iterator[list[_Group]]:
         """Groups whose pages fit together."""
@@ -328,7 +397,7 @@ class LocalSubject(Subject):
             used, rows = used + pages, rows + len(group.head)
         yield batch
 
-    def _score_batch(self, batch: list[_Group], shared: list[int]) -> list[list[Score]]:
+    def _read_batch(self, batch: list[_Group], shared: list[int]) -> list[list[list[_Entry]]]:
         pages = iter(range(len(shared), self._num_pages))
         tables = [
             shared + list(itertools.islice(pages, group.num_pages - len(shared))) for group in batch
@@ -339,7 +408,7 @@ class LocalSubject(Subject):
             for group, table in zip(batch, tables, strict=True)
         ]
         firsts = self._run(heads)
-        scores: list[list[Score]] = [[] for _ in batch]
+        entries: list[list[list[_Entry]]] = [[] for _ in batch]
         for turn in range(max(len(group.tails) for group in batch)):
             turns = [n for n, group in enumerate(batch) if turn < len(group.tails)]
             tails = [
@@ -353,15 +422,8 @@ class LocalSubject(Subject):
                 for n in turns
             ]
             for n, rest in zip(turns, self._run(tails), strict=True):
-                entries = [firsts[n][turn], *rest]
-                scores[n].append(
-                    Score(
-                        sum(value for value, _ in entries),
-                        len(entries),
-                        all(is_best for _, is_best in entries),
-                    )
-                )
-        return scores
+                entries[n].append([firsts[n][turn], *rest])
+        return entries
 
     def _run(self, work: Sequence[_Rows]) -> list[list[_Entry]]:
         """Run rows in order, several sequences to a call; what was found for each."""
@@ -435,20 +497,42 @@ class LocalSubject(Subject):
         max_tokens: int,
         stops: Sequence[str],
         advance: Callable[[int], None],
+        guesses: Sequence[Generated] = (),
     ) -> list[Generated]:
-        """Greedy texts; a broken model that cannot sample counts as one that says nothing."""
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0)
+        """Greedy texts. Raises EngineError: a broken model that cannot sample.
+
+        A guess is read in one pass: as far as each of its tokens is the most likely one, it is what
+        would have been generated (invariant I1), and only the rest is.
+        """
+        heads = [self.encode_prompt(prompt) for prompt in prompts]
+        keys = [answer_key("generate", head, [[max_tokens]], stops) for head in heads]
+        kept = {} if self._known is None else self._known.tokens
+        known = [kept.get(key, []) for key in keys]
+        if guesses:
+            asked = [at for at, tokens in enumerate(known) if not tokens]
+            agreed = self._agreeing(
+                [heads[at] for at in asked], [guesses[at] for at in asked], advance
+            )
+            for at, tokens in zip(asked, agreed, strict=True):
+                known[at] = tokens
         ends = set(self.model.runner.eos_ids)
+        texts: list[_Growing] = []
         streams: dict[str, _Growing] = {}
-        for prompt in prompts:
-            ids = self.encode_prompt(prompt)
+        for prompt, head, tokens in zip(prompts, heads, known, strict=True):
+            text = _Growing(TextStream(self.model.tokenizer.detokenizer(), stops, ends))
+            texts.append(text)
+            text.num_given = len(tokens)
+            is_stopped = bool(tokens) and text.push(tokens)
+            if is_stopped or (tokens and tokens[-1] in ends) or len(tokens) >= max_tokens:
+                text.finish(is_stopped or tokens[-1] in ends)
+                advance(1)
+                continue
             request_id = f"gate-{next(self._request_ids)}"
-            stream = TextStream(self.model.tokenizer.detokenizer(), stops, ends)
-            streams[request_id] = _Growing(stream)
+            streams[request_id] = text
+            params = SamplingParams(max_tokens=max_tokens - len(tokens), temperature=0.0, seed=0)
+            request = Request(request_id=request_id, prompt_ids=head + tokens, params=params)
             try:
-                self._engine.add(
-                    Request(request_id=request_id, prompt_ids=ids, params=params), now=0.0
-                )
+                self._engine.add(request, now=0.0)
             except RequestError as error:
                 raise ConfigError("tasks", f"{prompt.text[:40]}...", str(error)) from None
         while any(not growing.is_done for growing in streams.values()):
@@ -459,18 +543,39 @@ class LocalSubject(Subject):
                 match event:
                     case TokensEvent():
                         if growing.push(event.token_ids):
-                            count = len(growing.token_ids)
+                            count = len(growing.token_ids) - growing.num_given
                             self._engine.finish(event.request_id, count, 0.0)
                     case FinishedEvent():
                         growing.finish(event.reason is FinishReason.STOP)
                         advance(1)
                     case ErrorEvent() | CancelledEvent():
                         raise EngineError(f"a request of the gate failed: {event}")
-        return [growing.generated() for growing in streams.values()]
+        if self._known is not None:
+            kept |= {key: text.token_ids for key, text in zip(keys, texts, strict=True)}
+        return [text.generated() for text in texts]
+
+    def _agreeing(
+        self, heads: list[list[int]], guesses: Sequence[Generated], advance: Callable[[int], None]
+    ) -> list[list[int]]:
+        """The first tokens of each guess, as far as this model would have drawn them greedily."""
+        tails = [[int(token) for token in guess.tokens] for guess in guesses]
+        room = self._max_tokens
+        asked = [n for n, tail in enumerate(tails) if tail and len(heads[n]) + len(tail) <= room]
+        groups = [_Group(heads[n], [tails[n]]) for n in asked]
+        known: list[list[int]] = [[] for _ in heads]
+        if not groups:
+            return known
+        found = self._entries(groups, advance)
+        for n, [entries] in zip(asked, found, strict=True):
+            agreeing = itertools.takewhile(lambda entry: entry[1], entries)
+            known[n] = tails[n][: sum(1 for _ in agreeing)]
+        return known
 
 
 class _Growing:
-    """One text that is being generated."""
+    """One text that is being generated. num_given: its first tokens, which were known before."""
+
+    num_given = 0
 
     def __init__(self, stream: TextStream) -> None:
         self._stream = stream
@@ -496,9 +601,31 @@ class _Growing:
         return Generated("".join(self._text), self.token_ids, self._is_complete)
 
 
+def _score(entries: Sequence[_Entry]) -> Score:
+    return Score(
+        sum(value for value, _ in entries), len(entries), all(is_best for _, is_best in entries)
+    )
+
+
 def _finite(logprob: float) -> float:
     """A log-probability; what is no number counts as impossible."""
     return logprob if math.isfinite(logprob) else -math.inf
+
+
+def _alike(groups: Sequence[_Group]) -> Iterator[list[_Group]]:
+    """Runs of prompts that share their beginnings: one ends where the next prompt shares less."""
+    run: list[_Group] = []
+    shared = 0
+    for group in groups:
+        with_next = _common_pages([run[0], group]) if run else 0
+        if len(run) > 1 and with_next + 1 < shared:
+            yield run
+            run = []
+        elif run:
+            shared = with_next if len(run) == 1 else min(shared, with_next)
+        run.append(group)
+    if run:
+        yield run
 
 
 def _common_pages(groups: Sequence[_Group]) -> int:

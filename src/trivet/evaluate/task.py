@@ -82,10 +82,9 @@ class Task:
         return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
     def sample(self, num_items: int, seed: int) -> Task:
-        """At most ``num_items`` of the items, drawn by a seed, in their order."""
-        if len(self.items) <= num_items:
-            return self
-        chosen = sorted(random.Random(seed).sample(range(len(self.items)), num_items))
+        """At most ``num_items`` of the items, drawn by a seed: any first part is a sample too."""
+        count = min(num_items, len(self.items))
+        chosen = random.Random(seed).sample(range(len(self.items)), count)
         return dataclasses.replace(self, items=tuple(self.items[at] for at in chosen))
 
 

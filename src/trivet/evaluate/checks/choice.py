@@ -36,7 +36,12 @@ def pairs_of(item: Item) -> list[tuple[Prompt, str]]:
 
 def exact_answer(score: Score) -> Answer:
     """Whether greedy decoding gives the answer, and the answer's probability."""
-    return Answer(score.is_greedy, math.exp(min(0.0, score.logprob)))
+    return Answer(score.is_greedy, probability(score))
+
+
+def probability(score: Score) -> float:
+    """Of drawing a continuation."""
+    return math.exp(min(0.0, score.logprob))
 
 
 def _choose(item: Item, scores: Sequence[Score]) -> Answer:

@@ -8,6 +8,8 @@ moves with every item and tells a small drop from none at a tenth of the items.
 - The baseline must be right on MIN_SIGNAL more than chance, else the task has no vote.
 - Reject: either drop is above MAX_DROP and significant (McNemar's exact test; the lower end of the
   bootstrap interval above zero), at the level that the gate hands down.
+- A gate looks at a task up to LOOKS times, again with more items when the first are too few to tell.
+  Each look gets its share of every error (Bonferroni): ends hold with 1 - 0.05 / LOOKS.
 - Pass: the upper end of the drop's interval is at most MAX_DROP; the expectation's interval where it is
   informative, else the exact one of the counts.
 - Undecided: anything else, the sample is too small to tell.
@@ -19,20 +21,27 @@ import dataclasses
 from collections.abc import Sequence
 
 from trivet.evaluate.results import CheckResult, Finding, Kind
-from trivet.evaluate.statistics import Interval, drop_of_counts, drop_of_scores, mcnemar
+from trivet.evaluate.statistics import CONFIDENCE, Interval, drop_of_counts, drop_of_scores, mcnemar
+from trivet.evaluate.subject import Generated
 
 MAX_DROP = 0.03
 MIN_SIGNAL = 0.10
 MIN_ITEMS = 20
+LOOKS = 2
+_CONFIDENCE = 1 - (1 - CONFIDENCE) / LOOKS  # of each end at each look
 _MIN_EXPECTED = 0.10  # of the baseline, for the expectation to be informative
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """One model's answer to one item. ``expected`` None: only the answer is known."""
+    """One model's answer to one item. ``expected`` None: only the answer is known.
+
+    text  what was generated, for another model's guess; None: nothing was
+    """
 
     is_right: bool
     expected: float | None = None
+    text: Generated | None = None
 
 
 def judge_answers(
@@ -45,17 +54,25 @@ def judge_answers(
     *,
     seed: int,
     level: float,
+    is_bound: bool = False,
 ) -> CheckResult:
-    """Compare answers to the same items. level: of significance, one-sided."""
+    """Compare answers to the same items.
+
+    level     of significance over all looks, one-sided
+    is_bound  the expectation counts only some of the right answers: it is taken times what makes the
+              baseline's the baseline's accuracy, so that a point of it is a point of accuracy
+    """
     n = len(baseline)
+    level /= LOOKS
     right = [answer.is_right for answer in baseline]
     own_right = [answer.is_right for answer in candidate]
     accuracy, own_accuracy = sum(right) / n, sum(own_right) / n
-    counts = drop_of_counts(right, own_right)
+    counts = drop_of_counts(right, own_right, _CONFIDENCE)
     lost = sum(b and not c for b, c in zip(right, own_right, strict=True))
     gained = sum(c and not b for b, c in zip(right, own_right, strict=True))
     p_value = mcnemar(lost, gained)
-    expected = _expected_drop(baseline, candidate, seed, level)
+    scale = _scale(baseline, accuracy) if is_bound else 1.0
+    expected = _expected_drop(baseline, candidate, seed, level, scale)
     metrics: dict[str, object] = {
         "items": n,
         "chance": chance,
@@ -66,7 +83,9 @@ def judge_answers(
         "gained": gained,
         "p_value": p_value,
         "level": level,
+        "confidence": _CONFIDENCE,
         "expected_drop": None if expected is None else expected[0].as_json(),
+        "expected_scale": scale,
         "seed": seed,
     }
 
@@ -99,9 +118,15 @@ def _points(drop: Interval) -> str:
 
 
 def _expected_drop(
-    baseline: Sequence[Answer], candidate: Sequence[Answer], seed: int, level: float
+    baseline: Sequence[Answer],
+    candidate: Sequence[Answer],
+    seed: int,
+    level: float,
+    scale: float,
 ) -> tuple[Interval, float] | None:
-    """The drop of the expectation, and its lower end at ``level``; None where it says nothing."""
+    """The drop of the expectation times ``scale``, and its lower end at ``level``; None where it says
+    nothing.
+    """
     base = [answer.expected for answer in baseline]
     own = [answer.expected for answer in candidate]
     if any(value is None for value in (*base, *own)):
@@ -110,5 +135,13 @@ def _expected_drop(
     own_values = [value for value in own if value is not None]
     if sum(base_values) / len(base_values) < _MIN_EXPECTED:
         return None
+    base_values = [scale * value for value in base_values]
+    own_values = [scale * value for value in own_values]
     strict = drop_of_scores(base_values, own_values, seed, 1 - level)
-    return drop_of_scores(base_values, own_values, seed), strict.low
+    return drop_of_scores(base_values, own_values, seed, _CONFIDENCE), strict.low
+
+
+def _scale(baseline: Sequence[Answer], accuracy: float) -> float:
+    """What makes the baseline's expectation its accuracy; never below 1."""
+    known = sum(answer.expected or 0.0 for answer in baseline) / len(baseline)
+    return max(1.0, accuracy / known) if known > 0 else 1.0

@@ -7,7 +7,7 @@ corpora's limit; a rise within its interval of the limit is undecided, since a b
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -23,9 +23,17 @@ MIN_TOKENS = NUM_BINS * RUN_TOKENS  # below, a bin has no interval
 
 
 def check(
-    candidate: Subject, baseline: Subject, text_ids: Sequence[int], num_tokens: int, seed: int
+    candidate: Subject,
+    baseline: Subject,
+    text_ids: Sequence[int],
+    num_tokens: int,
+    seed: int,
+    advance: Callable[[int], None] | None = None,
 ) -> CheckResult:
-    """Read up to ``num_tokens`` of a text with both, as far as the baseline's context goes."""
+    """Read up to ``num_tokens`` of a text with both, as far as the baseline's context goes.
+
+    advance  called with the number of tokens just read
+    """
     length = min(num_tokens, baseline.max_tokens, len(text_ids) - 1)
     too_short = None
     if length < MIN_TOKENS:
@@ -39,7 +47,7 @@ def check(
             _CHECK, _NAME, Kind.LONG_CONTEXT, Finding.NOT_RUN, f"{_NAME}: not run, {too_short}"
         )
     windows = make_windows(text_ids[: length + 1], context=length, stride=length)
-    return judge(score_tokens(baseline, candidate, windows[:1]), seed)
+    return judge(score_tokens(baseline, candidate, windows[:1], advance), seed)
 
 
 def judge(figures: TokenFigures, seed: int) -> CheckResult:

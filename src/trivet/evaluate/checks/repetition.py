@@ -7,11 +7,11 @@ interval above zero); a rise above it that is not is undecided.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from trivet.evaluate.results import CheckResult, Finding, Kind
 from trivet.evaluate.statistics import drop_of_scores
-from trivet.evaluate.subject import Generated, Prompt, Subject
+from trivet.evaluate.subject import Generated
 
 MAX_RISE = 0.10
 _GRAM = 4
@@ -24,18 +24,9 @@ def repeated_share(text: Generated) -> float:
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-def check(
-    candidate: Subject,
-    baseline: Subject,
-    prompts: Sequence[Prompt],
-    num_tokens: int,
-    seed: int,
-    advance: Callable[[int], None],
-) -> CheckResult:
-    """Generate for all prompts with both and compare."""
-    base = [repeated_share(t) for t in baseline.generate(prompts, num_tokens, (), advance)]
-    own = [repeated_share(t) for t in candidate.generate(prompts, num_tokens, (), advance)]
-    return judge(base, own, seed)
+def check(base: Sequence[Generated], own: Sequence[Generated], seed: int) -> CheckResult:
+    """Compare the texts of both models after the same prompts."""
+    return judge([repeated_share(t) for t in base], [repeated_share(t) for t in own], seed)
 
 
 def judge(base: Sequence[float], own: Sequence[float], seed: int) -> CheckResult:

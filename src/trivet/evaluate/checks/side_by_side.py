@@ -6,23 +6,17 @@ and the place of the first differing token are reported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from trivet.evaluate.results import CheckResult, Finding, Kind
-from trivet.evaluate.subject import Generated, Prompt, Subject
+from trivet.evaluate.subject import Generated, Prompt
 
 
 def compare(
-    candidate: Subject,
-    baseline: Subject,
-    prompts: Sequence[Prompt],
-    num_tokens: int,
-    advance: Callable[[int], None],
+    prompts: Sequence[Prompt], base: Sequence[Generated], own: Sequence[Generated], num_tokens: int
 ) -> tuple[CheckResult, list[dict[str, Any]]]:
-    """A result without a vote, and one entry for each prompt."""
-    base = baseline.generate(prompts, num_tokens, (), advance)
-    own = candidate.generate(prompts, num_tokens, (), advance)
+    """A result without a vote, and one entry for each prompt, from texts of up to num_tokens."""
     texts = [pair(prompt, *both) for prompt, *both in zip(prompts, base, own, strict=True)]
     same = sum(text["identical"] for text in texts)
     firsts = [text["first_difference"] for text in texts if not text["identical"]]

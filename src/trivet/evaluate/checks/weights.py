@@ -19,8 +19,10 @@ compared, and where that is most of them the check is named as not applicable.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -33,7 +35,7 @@ from trivet.evaluate.results import CheckResult, Finding, Kind
 from trivet.loader import LoadedModel
 from trivet.native.api import Arena, StepInput
 from trivet.native.packing import unpack
-from trivet.native.weights import WeightTensor, dequantize
+from trivet.native.weights import WeightTensor, dequantize, hadamard_width, rotate
 from trivet.quant.rtn import convert
 
 Float32 = NDArray[np.float32]
@@ -49,8 +51,8 @@ _GAINS_FROM = 0.2  # relative error of a tensor from which gains are looked for
 _UNLIKE = 0.6  # relative error from which a tensor is another one
 _SAMPLE_ROWS = 48  # of each tensor, for the error on activations
 _TEXT_TOKENS = 192  # of the text whose activations are used
-_CHUNK_VALUES = 1 << 22
-_GRAM = "gram"  # the sink that sums x xT
+_CHUNK_VALUES = 1 << 18  # of the rows that are compared at once: they stay in the cache
+_COPY = "copy"  # the sink that keeps x
 _FEEDS = {"qkv": "attn_norm", "gate_up": "mlp_norm"}
 _TAPS = {"qkv": "attn_in", "o": "o_in", "gate_up": "ffn_in", "down": "down_in"}
 
@@ -66,6 +68,15 @@ class _Audit:
     groups: int = 0
     weights: int = 0
 
+    def add(self, other: _Audit) -> None:
+        """Take what was found elsewhere."""
+        self.faults += other.faults
+        self.unlike += other.unlike
+        self.worst |= other.worst
+        self.ratios |= other.ratios
+        self.groups += other.groups
+        self.weights += other.weights
+
 
 def check(
     candidate: LoadedModel,
@@ -73,34 +84,67 @@ def check(
     text_ids: list[int],
     advance: Callable[[int], None] | None = None,
 ) -> CheckResult:
-    """Compare all weights. text_ids: a short text for the activations of the baseline."""
+    """Compare all weights. text_ids: a short text for the activations of the baseline.
+
+    advance  called with 1 after each tensor
+    """
     own, base = candidate.packed.file, baseline.packed.file
     found = _Audit()
-    shapes = {name: (t.n, t.k) for name, t in base.tensors.items()}
-    if {name: (t.n, t.k) for name, t in own.tensors.items()} != shapes:
-        if own.tensors.keys() ^ base.tensors.keys() == {"embed"}:
-            found.faults.append("embedding and head are tied in one model and not in the other")
-            return _result(found, candidate)
+    pairs = _pairs(own, base)
+    if pairs is None:
         return CheckResult(
             "weights", "weights", Kind.MODEL, Finding.NOT_APPLICABLE,
             "weights: another architecture than the baseline's",
         )  # fmt: skip
     asked = None if candidate.config.weights == "auto" else candidate.config.weights
-    grams = _grams(baseline, text_ids)
-    for name, tensor in base.tensors.items():
-        if tensor.kind == "f32":
-            _compare_floats(found, name, own, base)
-            continue
+    inputs = _inputs(baseline, text_ids)
+
+    def compare(pair: tuple[str, str]) -> _Audit:
+        name, base_name = pair
+        part = _Audit()
+        if base.tensors[base_name].kind == "f32":
+            _compare_floats(part, name, own, base)
+            return part
+        form = own.tensors[name].format
         if (
             asked is not None
             and name.startswith("layers.")
-            and own.tensors[name].format != (WeightFormat.parse(asked).name)
+            and form != (WeightFormat.parse(asked).name)
         ):
-            found.faults.append(f"{name} is {own.tensors[name].format}, not {asked}")
-        _compare_weight(found, name, own, base, grams.get(name))
-        if advance is not None:
-            advance(1)
+            part.faults.append(f"{name} is {form}, not {asked}")
+        _compare_weight(part, name, base_name, own, base, inputs.get(name))
+        return part
+
+    # Nearly all time is spent in numpy's loops, which run beside each other.
+    with ThreadPoolExecutor(candidate.threads) as pool:
+        try:
+            for part in pool.map(compare, pairs):
+                found.add(part)
+                if advance is not None:
+                    advance(1)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
     return _result(found, candidate)
+
+
+def _pairs(own: PackedFile, base: PackedFile) -> list[tuple[str, str]] | None:
+    """(tensor of the candidate, the baseline's that it is held against); None: other architectures.
+
+    Where one model has the embedding and the head as one tensor and the other as two, both of the two
+    are held against the one.
+    """
+    names = [(name, name) for name in base.tensors if name in own.tensors]
+    odd = own.tensors.keys() ^ base.tensors.keys()
+    if odd == {"embed"}:
+        names.append(("embed", "head") if "embed" in own.tensors else ("head", "embed"))
+    elif odd:
+        return None
+    for name, base_name in names:
+        one, other = own.tensors[name], base.tensors[base_name]
+        if (one.n, one.k) != (other.n, other.k):
+            return None
+    return names
 
 
 def _result(found: _Audit, candidate: LoadedModel) -> CheckResult:
@@ -141,15 +185,20 @@ def _compare_floats(found: _Audit, name: str, own: PackedFile, base: PackedFile)
 
 
 def _compare_weight(
-    found: _Audit, name: str, own: PackedFile, base: PackedFile, gram: Float32 | None
+    found: _Audit,
+    name: str,
+    base_name: str,
+    own: PackedFile,
+    base: PackedFile,
+    inputs: Float32 | None,
 ) -> None:
-    weight, wanted = unpack(own.weight(name)), unpack(base.weight(name))
+    weight, wanted = unpack(own.weight(name)), unpack(base.weight(base_name))
     for part in ("scales", "minima"):
         values = getattr(weight, part)
         if values is not None and not np.isfinite(values).all():
             found.faults.append(f"{name}: {part} hold values that are no numbers")
             return
-    bias, wanted_bias = own.bias(name), base.bias(name)
+    bias, wanted_bias = own.bias(name), base.bias(base_name)
     if (bias is None) != (wanted_bias is None) or (
         bias is not None and wanted_bias is not None
         and not np.allclose(bias, wanted_bias, rtol=1e-2, atol=1e-4)
@@ -170,8 +219,8 @@ def _compare_weight(
     found.weights += 1
     floor = _FLOAT_FLOOR if weight.scales is None else _FLOORS[weight.format.bits]
     _find_outliers(found, name, rms, mean, floor)
-    if gram is not None and relative > 1e-3 and relative <= _UNLIKE:
-        _compare_rounding(found, name, weight, wanted, factor, gains, gram)
+    if inputs is not None and relative > 1e-3 and relative <= _UNLIKE:
+        _compare_rounding(found, name, weight, wanted, factor, gains, inputs)
 
 
 def _errors(
@@ -179,22 +228,23 @@ def _errors(
 ) -> tuple[float, Float32, Float32]:
     """Relative error of a tensor; root mean square and mean of each group's in scales, [N, G]."""
     rows, columns = gains
-    square = norm = 0.0
-    parts: list[tuple[Float32, Float32]] = []
+    parts: list[tuple[Float32, Float32, float, float]] = []
     is_plain = bool((rows == 1).all() and (columns == 1).all())
+    has_factor = bool((factor != 1).any())
     for start, end in _runs(weight):
         error, kept = _values(weight, start, end), _values(wanted, start, end)
         with np.errstate(invalid="ignore", over="ignore"):
-            error *= factor[None, :]
+            if has_factor:
+                error *= factor[None, :]
             if not is_plain:
                 error /= rows[start:end, None] * columns[None, :]
             error -= kept
-            square += float(np.einsum("ij,ij->", error, error, dtype=np.float64))
-            norm += float(np.einsum("ij,ij->", kept, kept, dtype=np.float64))
             parts.append(_group_errors(weight, start, end, error, kept, rows, columns))
     rms = np.concatenate([part[0] for part in parts])
     mean = np.concatenate([part[1] for part in parts])
-    return math.sqrt(square / norm) if norm else math.sqrt(square), rms, mean
+    squares = [sum(part[at] for part in parts) for at in (2, 3)]
+    ratio = squares[0] / squares[1] if squares[1] else squares[0]
+    return math.sqrt(ratio) if ratio >= 0 else math.nan, rms, mean
 
 
 def _find_outliers(found: _Audit, name: str, rms: Float32, mean: Float32, floor: float) -> None:
@@ -220,7 +270,7 @@ def _compare_rounding(
     wanted: WeightTensor,
     factor: Float32,
     gains: tuple[Float32, Float32],
-    gram: Float32,
+    inputs: Float32,
 ) -> None:
     """Error on activations over that of rounding the baseline's rows to the same format."""
     n = weight.shape[0]
@@ -232,9 +282,7 @@ def _compare_rounding(
         rounded = dequantize(convert(kept, weight.format).weight) - kept
     except QuantError:
         return
-    own_error = float(np.einsum("ij,ij->", error @ gram, error, dtype=np.float64))
-    least = float(np.einsum("ij,ij->", rounded @ gram, rounded, dtype=np.float64))
-    total = float(np.einsum("ij,ij->", kept @ gram, kept, dtype=np.float64))
+    own_error, least, total = (_output_square(rows, inputs) for rows in (error, rounded, kept))
     if total <= 0 or own_error / total < 1e-5:
         return
     ratio = math.sqrt(own_error / least) if least > 0 else math.inf
@@ -246,9 +294,15 @@ def _compare_rounding(
         )
 
 
+def _output_square(rows: Float32, inputs: Float32) -> float:
+    """Sum of squares of what rows of a weight [n, K] make of inputs [T, K]."""
+    output = rows @ inputs.T
+    return float(np.einsum("ij,ij->", output, output, dtype=np.float64))
+
+
 def _norm_factor(name: str, own: PackedFile, base: PackedFile) -> Float32:
     """What the norm before a weight multiplies its columns by, relative to the baseline's norm."""
-    columns = base.tensors[name].k
+    columns = own.tensors[name].k
     layer, _, role = name.rpartition(".")
     if role not in _FEEDS:
         return np.ones(columns, np.float32)
@@ -290,8 +344,10 @@ def _group_errors(
     kept: Float32,
     rows: Float32,
     columns: Float32,
-) -> tuple[Float32, Float32]:
-    """Root mean square and mean of the error of each group, in scales, [rows, G]."""
+) -> tuple[Float32, Float32, float, float]:
+    """Root mean square and mean of the error of each group, in scales, [rows, G]; and the sums of
+    squares of the error and of the values.
+    """
     n, k = error.shape
     group = weight.format.group_size or 32
     num_groups = -(-k // group)
@@ -306,10 +362,13 @@ def _group_errors(
     lengths = np.full(num_groups, group, np.float32)
     lengths[-1] = k - (num_groups - 1) * group
     parts = grouped(error)
-    rms = np.sqrt(np.einsum("ijk,ijk->ij", parts, parts) / lengths)
-    mean = parts.sum(axis=2) / lengths
+    squares = np.einsum("ijk,ijk->ij", parts, parts)
+    rms = np.sqrt(squares / lengths)
+    mean = (parts @ np.ones(group, np.float32)) / lengths
     blocks = grouped(kept)
-    size = np.sqrt(np.einsum("ijk,ijk->ij", blocks, blocks) / lengths)
+    kept_squares = np.einsum("ijk,ijk->ij", blocks, blocks)
+    size = np.sqrt(kept_squares / lengths)
+    total = float(kept_squares.sum(dtype=np.float64))
     if weight.scales is None:
         unit = size
     else:
@@ -320,9 +379,15 @@ def _group_errors(
             spread = grouped(np.broadcast_to(columns, (n, k)).astype(np.float32))
             scales = scales / np.maximum(np.abs(spread).mean(axis=2), 1e-30)
         unit = scales / np.maximum(rows[start:end, None], 1e-30)
-    floor = 0.01 * float(np.sqrt(np.mean(kept * kept))) + 1e-30
+    floor = 0.01 * math.sqrt(total / kept.size) + 1e-30
     unit = np.maximum(unit, floor)
-    return (rms / unit).astype(np.float32), (mean / unit).astype(np.float32)
+    error_total = float(squares.sum(dtype=np.float64))
+    return (
+        (rms / unit).astype(np.float32, copy=False),
+        (mean / unit).astype(np.float32, copy=False),
+        error_total,
+        total,
+    )
 
 
 def _runs(weight: WeightTensor) -> Iterator[tuple[int, int]]:
@@ -333,7 +398,7 @@ def _runs(weight: WeightTensor) -> Iterator[tuple[int, int]]:
 
 
 def _values(weight: WeightTensor, start: int, end: int) -> Float32:
-    """Rows [start, end) as float32; whole groups without float64 where that is exact enough."""
+    """Rows [start, end) as float32, without float64 where groups are whole: exact enough here."""
 
     def cut(part: NDArray[Any] | None) -> Any:
         return None if part is None else part[start:end]
@@ -345,8 +410,9 @@ def _values(weight: WeightTensor, start: int, end: int) -> Float32:
         minima=cut(weight.minima),
         zeros=cut(weight.zeros),
     )
-    group, k = part.format.group_size, part.shape[1]
-    if part.scales is None or group is None or k % group:
+    k = part.shape[1]
+    group = part.format.group_size or k
+    if part.scales is None or k % group:
         return dequantize(part)
     values = part.codes.astype(np.float32).reshape(end - start, -1, group)
     if part.zeros is not None:
@@ -356,11 +422,20 @@ def _values(weight: WeightTensor, start: int, end: int) -> Float32:
     values *= part.scales.astype(np.float32)[:, :, None]
     if part.minima is not None:
         values += part.minima.astype(np.float32)[:, :, None]
+    if part.format.is_rotated:
+        matrix = _hadamard(hadamard_width(k))
+        values = (values.reshape(-1, len(matrix)) @ matrix).astype(np.float32, copy=False)
     return values.reshape(end - start, k)
 
 
-def _grams(baseline: LoadedModel, text_ids: list[int]) -> dict[str, Float32]:
-    """Mean x xT of the inputs of every layer's weights on a text, by the weight's name."""
+@functools.cache
+def _hadamard(width: int) -> Float32:
+    """The rotation of one block of columns, which is its own inverse, [width, width]."""
+    return rotate(np.eye(width)).astype(np.float32)
+
+
+def _inputs(baseline: LoadedModel, text_ids: list[int]) -> dict[str, Float32]:
+    """The inputs [T, K] of every layer's weights on a text, by the weight's name."""
     ids = text_ids[: min(_TEXT_TOKENS, baseline.runner.max_positions)]
     new_taps = getattr(baseline.runner, "new_taps", None)
     if new_taps is None or not ids:
@@ -371,7 +446,7 @@ def _grams(baseline: LoadedModel, text_ids: list[int]) -> dict[str, Float32]:
         for role, place in _TAPS.items():
             point = f"layer.{layer}.{place}"
             points[f"layers.{layer}.{role}"] = point
-            taps.add(point, _GRAM)
+            taps.add(point, _COPY)
     arena: Arena = baseline.new_arena(-(-len(ids) // PAGE_TOKENS))
     baseline.runner.forward(
         StepInput(
@@ -383,7 +458,4 @@ def _grams(baseline: LoadedModel, text_ids: list[int]) -> dict[str, Float32]:
         arena,
         taps,
     )
-    return {
-        name: (taps.array(point, _GRAM) / len(ids)).astype(np.float32)
-        for name, point in points.items()
-    }
+    return {name: taps.copies(point)[0] for name, point in points.items()}
