@@ -223,8 +223,8 @@ def _table_notes(ladder: Ladder) -> str:
     notes = [
         "The second line of a rung is the configuration that it is held against, in the same rounds; "
         "of a gain, the lowest and highest round. Two rungs were measured at different times: compare "
-        "a rung with its second line, not with the row above. In the plots the second line is the light "
-        "bar, and what is in the recipe is green.",
+        "a rung with its second line, not with the row above. In the plots the second line is the "
+        "light bar, and what is in the recipe is green.",
     ]
     if any(rung.gain_of == CHAT_GAP for rung in ladder.rungs):
         notes.append(
