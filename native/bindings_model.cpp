@@ -393,9 +393,9 @@ void bind_arena(nb::module_& m) {
 void bind_model(nb::module_& m) {
     using trivet::Model;
     trivet::bind_arena(m);
-    m.def("stream_bandwidth", &trivet::stream_bandwidth, "num_bytes"_a, "num_threads"_a,
-          "repeats"_a, nb::call_guard<nb::gil_scoped_release>(),
-          "Bytes per second of reading memory; the fastest of the repeats.");
+    m.def("stream_rates", &trivet::stream_rates, "num_bytes"_a, "num_threads"_a, "passes"_a,
+          nb::call_guard<nb::gil_scoped_release>(),
+          "Bytes per second of reading memory, of each pass.");
     nb::class_<Model>(m, "Model", "A model over packed weights; see trivet.native.model.")
         .def("__init__", &trivet::make_model, "spec"_a, "weights"_a, "level"_a, "num_threads"_a,
              nb::keep_alive<1, 3>())

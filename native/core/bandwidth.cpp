@@ -24,7 +24,7 @@ const StreamKernels& stream_table() {
 
 }  // namespace
 
-double stream_bandwidth(int64_t bytes, int num_threads, int repeats) {
+std::vector<double> stream_rates(int64_t bytes, int num_threads, int passes) {
     constexpr int64_t kChunkWords = (int64_t{1} << 18) / 8;
     const int64_t words = std::max(kChunkWords, bytes / 8 / kChunkWords * kChunkWords);
     Buffer<uint64_t> buffer;
@@ -37,17 +37,17 @@ double stream_bandwidth(int64_t bytes, int num_threads, int repeats) {
     const StreamKernels& kernels = stream_table();
     ThreadPool pool(num_threads);
     std::atomic<uint64_t> sink{0};
-    double best = 0;
-    for (int i = 0; i < repeats; ++i) {
+    std::vector<double> rates;
+    for (int i = 0; i < passes; ++i) {
         const auto start = std::chrono::steady_clock::now();
         pool.parallel_for(static_cast<int32_t>(words / kChunkWords), [&](int32_t item, int) {
             sink.fetch_add(kernels.sum(buffer.data() + item * kChunkWords, kChunkWords),
                            std::memory_order_relaxed);
         });
         const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
-        best = std::max(best, static_cast<double>(words) * 8 / seconds.count());
+        rates.push_back(static_cast<double>(words) * 8 / seconds.count());
     }
-    return best;
+    return rates;
 }
 
 }  // namespace trivet

@@ -36,7 +36,7 @@ COSTS = StepCosts(
     num_layers=2,
     arithmetic="int8",
 )
-CEILINGS = Ceilings(bytes_s=1e4, int8_macs_s=1e5, bf16_macs_s=5e4)
+CEILINGS = Ceilings(bytes_s=1e4, best_bytes_s=2e4, int8_macs_s=1e5, bf16_macs_s=5e4)
 PREFILL = Phase(steps=2, logit_steps=1, rows=30, logit_rows=1, context=50, pairs=465, wall_s=4.0)
 
 
@@ -75,8 +75,8 @@ def test_work_is_counted_in_bytes_and_multiply_adds() -> None:
     reading, multiplying = CEILINGS.seconds_of(COSTS, PREFILL)
     assert reading == 2700 / 1e4
     assert multiplying == pytest.approx(60400 / 1e5 + 2790 / 5e4)
-    middle = CEILINGS.between(Ceilings(3e4, 3e5, 15e4))
-    assert middle == Ceilings(2e4, 2e5, 1e5)
+    middle = CEILINGS.between(Ceilings(3e4, 4e4, 3e5, 15e4))
+    assert middle == Ceilings(2e4, 3e4, 2e5, 1e5)
 
 
 def test_figures_are_medians_of_shares_and_means_of_seconds() -> None:

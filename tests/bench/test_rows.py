@@ -35,7 +35,7 @@ def _measure(
     monkeypatch: pytest.MonkeyPatch, bandwidth: float, counts: tuple[int, ...]
 ) -> tuple[dict[str, Any], FakeProcess]:
     process = FakeProcess()
-    monkeypatch.setattr("trivet.native.stream_bandwidth", lambda num_bytes, threads: bandwidth)
+    monkeypatch.setattr("trivet.native.stream_rates", lambda num_bytes, threads: [bandwidth] * 3)
     return step_time_ratios(cast("EngineProcess", process), counts, FACTS), process
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from native.tiny_model import Runs, TinyPacked, make_model, random_tokens, small_spec
 from trivet.errors import ConfigError
-from trivet.native import isa_report, load_model, pool_loops, stream_bandwidth
+from trivet.native import isa_report, load_model, pool_loops, stream_rates
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +113,10 @@ def test_impossible_pools_are_refused() -> None:
         pool_loops(1, 1, -1.0)
 
 
-def test_stream_bandwidth_is_plausible() -> None:
-    assert 1e8 < stream_bandwidth(32 << 20, threads=1, repeats=2) < 1e13
+def test_stream_rates_are_plausible() -> None:
+    rates = stream_rates(32 << 20, threads=1, passes=3)
+    assert len(rates) == 3
+    assert all(1e8 < rate < 1e13 for rate in rates)
 
 
 @contextlib.contextmanager

@@ -211,6 +211,7 @@ def _summary(
         "seed": bench.seed,
         "machine": describe_machine(),
         "stream_bandwidth_bytes_s": _median([one.bytes_s for one in around]),
+        "best_stream_bandwidth_bytes_s": _median([one.best_bytes_s for one in around]),
         "matrix_rate_macs_s": {
             "int8": _median([one.int8_macs_s for one in around]),
             "bf16": _median([one.bf16_macs_s for one in around]),

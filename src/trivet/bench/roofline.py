@@ -30,7 +30,7 @@ DEFAULT_BYTES = 256 << 20  # streamed when there is no model: more than a cache 
 _ROUNDS = 3  # over all measurements in turn; the best counts, of hand-overs the median
 _QUIET_LOAD = 0.1  # share of the CPUs that other processes may use
 _AGREEMENT = 0.1  # how far the second best round may lie below the best
-_STREAM_REPEATS = 3
+_STREAM_PASSES = 3
 _RUNNING_LOOPS, _ASLEEP_LOOPS = 2000, 100
 _PAUSE_S = 3e-4  # after which the pool's threads sleep
 _LOOPS_PER_LAYER = 5  # pool loops of a decode step (HACKING.md, Threads)
@@ -240,7 +240,7 @@ def _streams(num_bytes: int, threads: int, advance: Callable[[float], None]) -> 
     watch = _Watch()
     for _ in range(_ROUNDS):
         for count in counts:
-            rates[count].append(native.stream_bandwidth(num_bytes, count, _STREAM_REPEATS))
+            rates[count].append(max(native.stream_rates(num_bytes, count, _STREAM_PASSES)))
             advance(1 / _ROUNDS / len(counts))
     conditions = watch.conditions(rates.values())
     return [Stream(num_bytes, count, max(rates[count]), conditions) for count in counts]

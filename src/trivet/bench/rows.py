@@ -32,11 +32,11 @@ def step_time_ratios(
     """
     counts = sorted({1, *rows})
     times: dict[int, list[float]] = {count: [] for count in counts}
-    bandwidths = []
+    bandwidths: list[float] = []
     for index in range(_ROUNDS):
         turn = index % len(counts)
         order = [*counts[turn:], *counts[:turn]]
-        bandwidths.append(native.stream_bandwidth(facts["step_bytes"], facts["threads"]))
+        bandwidths += native.stream_rates(facts["step_bytes"], facts["threads"])
         for count, seconds in process.call("step_rows", rows=order, rounds=_STEPS):
             times[count].append(seconds)
     medians = {count: statistics.median(seconds) for count, seconds in times.items()}

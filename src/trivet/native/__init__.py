@@ -14,7 +14,7 @@ from trivet.native.api import (
 )
 from trivet.native.arena import Arena, kv_geometry
 from trivet.native.isa import IsaReport, isa_report
-from trivet.native.model import NativeModel, Sink, Taps, load_model, pool_loops, stream_bandwidth
+from trivet.native.model import NativeModel, Sink, Taps, load_model, pool_loops, stream_rates
 
 __all__ = [
     "Arena",
@@ -32,5 +32,5 @@ __all__ = [
     "kv_geometry",
     "load_model",
     "pool_loops",
-    "stream_bandwidth",
+    "stream_rates",
 ]

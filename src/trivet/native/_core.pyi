@@ -109,8 +109,8 @@ class Arena:
 
     def progress(self, worker: int) -> tuple[int, int]: ...
 
-def stream_bandwidth(num_bytes: int, num_threads: int, repeats: int) -> float:
-    """Bytes per second of reading memory; the fastest of the repeats."""
+def stream_rates(num_bytes: int, num_threads: int, passes: int) -> list[float]:
+    """Bytes per second of reading memory, of each pass."""
 
 class Model:
     """A model over packed weights; see trivet.native.model."""

@@ -357,7 +357,7 @@ def pool_loops(threads: int, num_loops: int, pause_s: float = 0.0) -> list[float
     return _core.pool_loops(threads, num_loops, pause_s)
 
 
-def stream_bandwidth(num_bytes: int, threads: int | None = None, repeats: int = 5) -> float:
-    """Bytes per second at which memory is read, best of ``repeats`` passes over ``num_bytes``."""
+def stream_rates(num_bytes: int, threads: int | None = None, passes: int = 9) -> list[float]:
+    """Bytes per second of each of ``passes`` passes that read ``num_bytes`` of memory once."""
     count = len(os.sched_getaffinity(0)) if threads is None else threads
-    return _core.stream_bandwidth(num_bytes, count, repeats)
+    return _core.stream_rates(num_bytes, count, passes)

@@ -215,7 +215,9 @@ def unpack(packed: PackedWeight) -> WeightTensor:
         halves = np.stack([packed.codes & 15, packed.codes >> 4], axis=2)
         rows = halves.transpose(0, 4, 1, 2, 3, 5).reshape(n, k)
     else:
-        rows = packed.codes.transpose(0, 2, 1, 3).reshape(n, k)
+        # The innermost four bytes stay together, so they are moved as one.
+        words = np.ascontiguousarray(packed.codes).view(np.uint32)[..., 0]
+        rows = words.transpose(0, 2, 1).reshape(n, -1).view(packed.codes.dtype)
 
     def by_row(values: NDArray[Any] | None) -> NDArray[Any] | None:
         if values is None:
