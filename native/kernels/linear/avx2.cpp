@@ -237,7 +237,13 @@ template <int R>
 TRIVET_INLINE void int8_dot(const int8_t* codes, const int8_t* x, ptrdiff_t x_stride,
                             int32_t columns, bool first, __m256i (*sum)[2]) {
     const __m256i ones = _mm256_set1_epi16(1);
-    auto step = [&](int32_t k) __attribute__((always_inline)) {
+    __m256i part[R][2];  // a copy: GCC would store `sum` in every iteration
+    for (int r = 0; r < R; ++r) {
+        part[r][0] = sum[r][0];
+        part[r][1] = sum[r][1];
+    }
+#pragma GCC unroll 1
+    for (int32_t k = 0; k < columns; k += 4) {
         prefetch(codes + 16 * k, R == 1 || first);
         const __m256i lo = load(codes + 16 * k), hi = load(codes + 16 * k + 32);
         const __m256i abs_lo = _mm256_abs_epi8(lo), abs_hi = _mm256_abs_epi8(hi);
@@ -245,16 +251,13 @@ TRIVET_INLINE void int8_dot(const int8_t* codes, const int8_t* x, ptrdiff_t x_st
             const __m256i v = broadcast(x + r * x_stride + k);
             const __m256i p = _mm256_maddubs_epi16(abs_lo, _mm256_sign_epi8(v, lo));
             const __m256i q = _mm256_maddubs_epi16(abs_hi, _mm256_sign_epi8(v, hi));
-            add32(sum[r][0], _mm256_madd_epi16(p, ones));
-            add32(sum[r][1], _mm256_madd_epi16(q, ones));
+            add32(part[r][0], _mm256_madd_epi16(p, ones));
+            add32(part[r][1], _mm256_madd_epi16(q, ones));
         }
-    };
-    if constexpr (R == 1) {
-#pragma GCC unroll 2
-        for (int32_t k = 0; k < columns; k += 4) step(k);
-    } else {
-#pragma GCC unroll 1
-        for (int32_t k = 0; k < columns; k += 4) step(k);
+    }
+    for (int r = 0; r < R; ++r) {
+        sum[r][0] = part[r][0];
+        sum[r][1] = part[r][1];
     }
 }
 
