@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from support.tiny_models import build_folder
 from trivet.checkpoint import Tokenizer, resolve_model
 from trivet.errors import CheckpointError, ConfigError
 from trivet.models import open_model
-from trivet.quant.calibrate import build_calibration, read_traffic
+from trivet.quant.calibrate import HELD_OUT_TOKENS, build_calibration, read_traffic
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,18 @@ def test_repeats_count_once_and_held_out_windows_are_other_documents(
     assert found.held_out
     assert not train & {tuple(w) for w in found.held_out}
     assert sum(found.report["train"]["tokens_by_domain"].values()) == found.num_tokens
+
+
+def test_no_more_is_held_out_than_an_error_needs(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    words = ["tree", "river", "stone", "cloud", "seven", "green", "walks", "never"]
+    rng = np.random.default_rng(3)
+    path = tmp_path / "many.jsonl"
+    texts = [" ".join(rng.choice(words, 300)) for _ in range(400)]
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    found = build_calibration(tokenizer, path, samples=512, window=128, general_share=0)
+    assert found.num_tokens > 8 * HELD_OUT_TOKENS
+    tokens = sum(map(len, found.held_out))
+    assert 0.9 * HELD_OUT_TOKENS < tokens <= 1.1 * HELD_OUT_TOKENS
 
 
 def test_long_documents_are_cut_and_none_is_dropped(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from trivet.quant.methods.awq import quantize_clipped
 from trivet.quant.methods.gptq import (
     GptqConfig,
     Hessian,
+    _invert_upper,
+    _row_runs,
     output_error,
     quantize_gptq,
     quantize_nearest,
@@ -132,6 +134,27 @@ def test_gptq_gives_the_same_bits_for_any_number_of_threads() -> None:
     for other in found[1:]:
         np.testing.assert_array_equal(other.codes, found[0].codes)
         np.testing.assert_array_equal(other.scales, found[0].scales)
+
+
+@pytest.mark.parametrize("rows", [1, 64, 159, 160, 576, 700, 1536])
+def test_rows_are_worked_on_in_equal_runs(rows: int) -> None:
+    """So that two threads end together; the borders depend on nothing but the rows."""
+    runs = _row_runs(rows)
+    assert [begin for begin, _ in runs] == [0, *(end for _, end in runs[:-1])]
+    assert runs[-1][1] == rows
+    sizes = [end - begin for begin, end in runs]
+    assert max(sizes) - min(sizes) <= 1
+    assert max(sizes) <= 320
+    assert len(runs) >= (2 if rows >= 160 else 1)
+
+
+@pytest.mark.parametrize("size", [1, 100, 129, 400])
+def test_a_triangle_is_inverted_by_halves(size: int) -> None:
+    rng = np.random.default_rng(size)
+    triangle = np.triu(rng.standard_normal((size, size)) / size) + np.eye(size)
+    inverse = _invert_upper(triangle)
+    np.testing.assert_allclose(inverse @ triangle, np.eye(size), atol=1e-12)
+    assert not np.tril(inverse, -1).any()
 
 
 def test_dead_columns_are_zero_and_cost_nothing() -> None:

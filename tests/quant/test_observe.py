@@ -107,5 +107,5 @@ def test_sums_are_the_sums() -> None:
 
 
 def test_batches_hold_whole_sequences() -> None:
-    batches = make_batches([[0] * n for n in (600, 600, 100, 2000, 10)], False)
-    assert [batch.lengths for batch in batches] == [(600,), (600, 100), (2000,), (10,)]
+    batches = make_batches([[0] * n for n in (1200, 1200, 200, 4000, 10)], False)
+    assert [batch.lengths for batch in batches] == [(1200,), (1200, 200), (4000,), (10,)]

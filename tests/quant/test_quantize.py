@@ -71,7 +71,7 @@ def test_every_method_writes_what_the_loader_reads(
         assert linear["error_after"] <= linear["error_before"] * 1.0000001
         if method in ("gptq", "awq+gptq") and not linear["replaced"]:
             assert linear["tokens"] > 500
-            assert linear["damp"] == 0.01
+            assert linear["damp"] in (0.01, 0.05, 0.2)  # the asked one, or a retry
     assert (tmp_path / "out" / "tokenizer.json").exists()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
 

@@ -30,6 +30,7 @@ TRAFFIC, PROSE, CODE = "traffic", "prose", "code"
 MIN_TOKENS = 8  # shorter documents say nothing about a layer's inputs
 _MAX_FILE_BYTES = 1 << 30
 _SURPLUS = 3  # general documents are read until so many times the tokens wanted are there
+HELD_OUT_TOKENS = 4096  # at most, drawn from what is kept apart: enough to measure an error on
 _STRATA = 4  # equal shares of tokens are drawn from this many ranges of length
 # Not the modules that `trivet evaluate` reads, so that a gate never judges on what was calibrated on.
 CODE_MODULES = (
@@ -205,10 +206,11 @@ def build_calibration(
     held_out_share: float = 0.125,
     seed: int = 0,
 ) -> CalibrationSet:
-    """Draw about samples * window tokens, and held_out_share of that many to measure errors on.
+    """Draw about samples * window tokens, and others to measure errors on.
 
-    traffic        None: the general mix alone
-    general_share  least share of calibration tokens from the general mix, half prose and half code
+    traffic         None: the general mix alone
+    held_out_share  of the documents, kept apart; of as many tokens, up to HELD_OUT_TOKENS
+    general_share   least share of calibration tokens from the general mix, half prose and half code
     Raises ConfigError: a setting out of range; CheckpointError: the traffic cannot be used.
     """
     if samples < 1:
@@ -251,9 +253,8 @@ def build_calibration(
             raise ConfigError("traffic", str(traffic), allowed)
         kept, apart = _split(documents, held_out_share, rng)
         train += [(domain, w) for w in _drawn(_windows(kept, window, bos), tokens, rng)]
-        held += [
-            (domain, w) for w in _drawn(_windows(apart, window, bos), tokens * held_out_share, rng)
-        ]
+        wanted_apart = tokens * min(held_out_share, HELD_OUT_TOKENS / budget)
+        held += [(domain, w) for w in _drawn(_windows(apart, window, bos), wanted_apart, rng)]
     report = {
         "traffic": None if traffic is None else str(traffic),
         "documents": dict(read),

@@ -28,8 +28,11 @@ from trivet.quant.blas import Workers
 
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
-BATCH_ROWS = 1024  # rows of one batch; a longer sequence is a batch of its own
+BATCH_ROWS = 2048  # rows of one batch; a longer sequence is a batch of its own
+_GATE_ROWS = 128  # rows gated at once: they stay in the cache
 _IDLE_FFN = 16  # columns of the MLP of a model that is run for its attention only
+_IDLE_GROUP = 64
+_IDLE_FORM = WeightFormat(4, _IDLE_GROUP)
 POINTS = {
     "attn_in": ("q", "k", "v"),
     "o_in": ("o",),
@@ -159,10 +162,10 @@ class _OneLayer:
         if any(role in weights.biases for role in ("q", "k", "v")):
             bias = np.concatenate([weights.biases[role] for role in ("q", "k", "v")])
         self._add("layers.0.qkv", fused, bias)
-        self._add("layers.0.o", np.zeros((hidden, spec.q_size), np.float32), None)
-        self._add("layers.0.gate_up", np.zeros((2 * _IDLE_FFN, hidden), np.float32), None)
-        self._add("layers.0.down", np.zeros((hidden, _IDLE_FFN), np.float32), None)
-        self._add("head", np.zeros((_IDLE_FFN, hidden), np.float32), None)
+        self._add_idle("layers.0.o", hidden, spec.q_size)
+        self._add_idle("layers.0.gate_up", 2 * _IDLE_FFN, hidden)
+        self._add_idle("layers.0.down", hidden, _IDLE_FFN)
+        self._add_idle("head", _IDLE_FFN, hidden)
         aligned = np.zeros(self._size + 64, np.uint8)
         start = -aligned.ctypes.data % 64
         self._bytes = aligned[start : start + self._size]
@@ -186,6 +189,18 @@ class _OneLayer:
         self._parts.append(np.ascontiguousarray(values))
         self._size += -(-values.nbytes // 64) * 64
         return offset
+
+    def _add_idle(self, name: str, rows: int, columns: int) -> None:
+        """A matrix of zeros, in the form that costs least: nothing reads what it gives."""
+        scales = np.zeros((rows, -(-columns // _IDLE_GROUP)), np.float16)
+        codes = np.zeros((rows, columns), np.uint8)
+        packed = pack(WeightTensor(_IDLE_FORM, codes, scales))
+        layout = packed.layout
+        assert packed.scales is not None, "codes have scales"
+        self.tensors[name] = _Tensor(
+            layout.kind.name.lower(), layout.n, layout.k, self._append(packed.codes),
+            group=layout.group, scale_type="f16", scales=self._append(packed.scales),
+        )  # fmt: skip
 
     def _add(self, name: str, values: Float32, bias: Float32 | None) -> None:
         packed = pack(WeightTensor(WeightFormat(16), float_to_bf16(values)))
@@ -251,8 +266,9 @@ class Stream:
 
         def inputs(index: int) -> Float32:
             x = self.hidden[index]
-            mean_square = np.square(x).mean(axis=1, keepdims=True)
-            result: Float32 = x / np.sqrt(mean_square + eps) * gains
+            squares = np.einsum("ij,ij->i", x, x)[:, None] / np.float32(x.shape[1])
+            result: Float32 = x / np.sqrt(squares + eps)
+            result *= gains
             return result
 
         return inputs
@@ -297,11 +313,13 @@ class Stream:
             x = inputs(index)
             gate = linear(x, weights, "gate")
             up = linear(x, weights, "up")
-            up *= gate
-            np.negative(gate, out=gate)
-            np.exp(gate, out=gate)
-            gate += np.float32(1)
-            up /= gate
+            for begin in range(0, len(x), _GATE_ROWS):
+                g, u = gate[begin : begin + _GATE_ROWS], up[begin : begin + _GATE_ROWS]
+                u *= g
+                np.negative(g, out=g)
+                np.exp(g, out=g)
+                g += np.float32(1)
+                u /= g
             return up
 
         return gated

@@ -54,7 +54,7 @@ from trivet.quant.observe import POINTS, InputStats, LayerWeights, Stream
 from trivet.quant.plan import Fp8, Plan, Target, module_name, target_name
 from trivet.quant.proof import LinearProof, check_proof
 
-VERSION = 2  # of what a layer file holds and of the numbers that make it
+VERSION = 3  # of what a layer file holds and of the numbers that make it
 Result = CodeGrid | Fp8Weight | NDArray[np.uint16]  # uint16: bf16 bits of a linear that is kept
 Progress = Callable[[str, float, float], None]
 CALIBRATED = ("gptq", "awq", "awq+gptq", "smoothquant")
@@ -368,10 +368,11 @@ def _calibrated_layer(
     source = weights.copy()
 
     def solve(point: str, stats: tuple[InputStats, InputStats, list[Float32]]) -> None:
+        seen = _Seen(stats[0], stats[1])
         for role in POINTS[point]:
             target = plan.targets[layer, role]
             result, proof = _solve(
-                source.matrices[role], target, recipe, stats[0], stats[1], workers,
+                source.matrices[role], target, recipe, seen, workers,
                 module_name(layer, role), clip=recipe.clip and role not in ("q", "k"),
             )  # fmt: skip
             done.results[role] = result
@@ -438,22 +439,36 @@ def _fold_layer(
     return chosen
 
 
+class _Seen:
+    """What passed one point: sums, their factors (each made once for all roles), the held-out part."""
+
+    def __init__(self, stats: InputStats, held_out: InputStats) -> None:
+        self.stats = stats
+        self.held_out = held_out.gram.astype(np.float32)
+        self._hessians: dict[GptqConfig, Hessian] = {}
+
+    def hessian(self, config: GptqConfig) -> Hessian:
+        if config not in self._hessians:
+            self._hessians[config] = Hessian.of(self.stats.gram, self.stats.tokens, config)
+        return self._hessians[config]
+
+
 def _solve(
     weight: Float32,
     target: Target,
     recipe: Recipe,
-    stats: InputStats,
-    held_out: InputStats,
+    seen: _Seen,
     workers: Workers,
     name: str,
     *,
     clip: bool,
 ) -> tuple[Result, LinearProof]:
     """One linear; its error on held-out tokens before (round to nearest) and after."""
-    norm = output_error(weight, held_out.gram) or 1.0
+    norm = output_error(weight, seen.held_out) or 1.0
+    tokens = seen.stats.tokens
 
     def error_of(values: Float32) -> float:
-        return math.sqrt(output_error(values - weight, held_out.gram) / norm)
+        return math.sqrt(output_error(values - weight, seen.held_out) / norm)
 
     if target is None or isinstance(target, Fp8):
         kept = _uncalibrated(weight, target)
@@ -461,10 +476,10 @@ def _solve(
         how = "kept" if target is None else "fp8"
         size = _bytes_of(kept)
         return kept, LinearProof(
-            name, target_name(target), how, stats.tokens, None, 0, error, error, size
+            name, target_name(target), how, tokens, None, 0, error, error, size
         )
     before = error_of(dequantize(quantize_nearest(weight, target)))
-    hessian = Hessian.of(stats.gram, stats.tokens, recipe.gptq)
+    hessian = seen.hessian(recipe.gptq)
     importance = np.einsum("ii->i", hessian.gram).astype(np.float32)
     method, replaced = recipe.method, ""
     if method in ("gptq", "awq+gptq"):
@@ -479,7 +494,7 @@ def _solve(
     if after > before and method in ("gptq", "awq+gptq"):
         for damp in _RETRY_DAMPS:
             config = dataclasses.replace(recipe.gptq, damp=max(damp, recipe.gptq.damp))
-            other = Hessian.of(stats.gram, stats.tokens, config)
+            other = seen.hessian(config)
             tried = quantize_gptq(weight, other, target, config, workers)
             error = error_of(dequantize(tried))
             if error < after:
@@ -493,7 +508,7 @@ def _solve(
         method = "rtn"
     uses_hessian = "gptq" in method
     proof = LinearProof(
-        name, target.name, method, stats.tokens, hessian.damp if uses_hessian else None,
+        name, target.name, method, tokens, hessian.damp if uses_hessian else None,
         hessian.raised if uses_hessian else 0, before, after, _bytes_of(result), replaced,
     )  # fmt: skip
     return result, proof

@@ -17,6 +17,7 @@ when the factorization fails, and what was used is returned.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -32,7 +33,8 @@ Float64 = NDArray[np.float64]
 ACT_ORDERS = ("static", "desc_act", "none")
 MAX_DAMP = 1.0
 _PANEL = 64  # columns between two lazy updates
-_ROWS = 1024  # rows worked on at once
+_ROWS = 320  # rows worked on at once, at most
+_INVERSE_ROWS = 128  # a triangle of so many rows is inverted whole
 _RIDGE = 1e-3  # pull of the refined scales towards the ones before, relative
 
 
@@ -103,20 +105,33 @@ def _inverse_factor(matrix: Float64) -> Float32 | None:
         # matrix = Lᵀ L with L lower (Cholesky of the reversed matrix), so U = L^-T reversed in place.
         flipped = np.linalg.cholesky(matrix[::-1, ::-1])
         upper_root = flipped[::-1, ::-1]  # upper triangular R with matrix = R Rᵀ
-        inverse = np.linalg.inv(upper_root)
+        inverse = _invert_upper(upper_root)
     except np.linalg.LinAlgError:
         return None
     if not np.isfinite(inverse).all() or (np.einsum("ii->i", inverse) <= 0).any():
         return None
-    return np.triu(inverse).astype(np.float32)
+    return inverse.astype(np.float32)
+
+
+def _invert_upper(matrix: Float64) -> Float64:
+    """The inverse of an upper triangular matrix, by halves: a third of a general one's work."""
+    size = len(matrix)
+    if size <= _INVERSE_ROWS:
+        return np.triu(np.linalg.inv(matrix))
+    half = size // 2
+    result = np.zeros_like(matrix)
+    result[:half, :half] = first = _invert_upper(matrix[:half, :half])
+    result[half:, half:] = last = _invert_upper(matrix[half:, half:])
+    result[:half, half:] = -(first @ matrix[:half, half:] @ last)
+    return result
 
 
 def output_error(change: Float32, gram: Float64 | Float32) -> float:
     """tr(E H Eᵀ) of a change of weights [N, K]: the squared change of the outputs."""
     total = 0.0
     small = gram.astype(np.float32)
-    for begin in range(0, len(change), _ROWS):
-        part = change[begin : begin + _ROWS]
+    for begin, end in _row_runs(len(change)):
+        part = change[begin:end]
         total += float(np.einsum("ij,ij->i", part @ small, part).sum(dtype=np.float64))
     return max(total, 0.0)
 
@@ -150,8 +165,7 @@ def quantize_gptq(
         codes = _columns(part, hessian.upper, order, grid, group, scales, zeros)
         return _refined(part, small, grid, code_grid(grid, codes, scales, zeros), config)
 
-    runs = [(begin, min(begin + _ROWS, rows)) for begin in range(0, rows, _ROWS)]
-    parts = list(workers.map(solve, runs))
+    parts = list(workers.map(solve, _row_runs(rows)))
     codes = np.concatenate([part.codes for part in parts])
     scales = np.concatenate([part.scales for part in parts])
     zeros = None
@@ -164,6 +178,13 @@ def quantize_gptq(
     places = np.argsort(hessian.order)
     g_idx = (places // group).astype(np.int32)
     return code_grid(grid, np.ascontiguousarray(codes[:, places]), scales, zeros, g_idx)
+
+
+def _row_runs(rows: int) -> list[tuple[int, int]]:
+    """Rows in equal runs, at least two where there are enough: the borders depend on nothing else."""
+    count = max(-(-rows // _ROWS), 2 if rows >= _ROWS // 2 else 1)
+    edges = [rows * i // count for i in range(count + 1)]
+    return list(itertools.pairwise(edges))
 
 
 def _per_column(
@@ -241,7 +262,7 @@ def _refined(
 
 def _row_errors(weight: Float32, gram: Float32, quantized: CodeGrid) -> Float32:
     change = dequantize(quantized) - weight
-    result: Float32 = ((change @ gram) * change).sum(axis=1)
+    result: Float32 = np.einsum("nk,nk->n", change @ gram, change)
     return result
 
 
@@ -254,13 +275,12 @@ def _fit_scales(weight: Float32, gram: Float32, quantized: CodeGrid) -> NDArray[
     shift = np.float32(quantized.middle)
     blocks = quantized.codes.reshape(rows, num_groups, group).astype(np.float32)
     blocks -= shift if quantized.zeros is None else quantized.zeros[:, :, None].astype(np.float32)
-    steps = blocks.reshape(rows, columns)
     left = np.empty((rows, num_groups, num_groups))
     right = np.empty((rows, num_groups))
     for g in range(num_groups):
         product = blocks[:, g] @ gram[g * group : (g + 1) * group]
-        left[:, g] = (product * steps).reshape(rows, num_groups, group).sum(axis=2)
-        right[:, g] = (product * weight).sum(axis=1)
+        left[:, g] = np.einsum("ngk,ngk->ng", product.reshape(blocks.shape), blocks)
+        right[:, g] = np.einsum("nk,nk->n", product, weight)
     left = (left + left.swapaxes(1, 2)) / 2
     diagonal = np.einsum("ngg->ng", left)
     ridge = np.where(diagonal > 0, diagonal * _RIDGE, 1.0)

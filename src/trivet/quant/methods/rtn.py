@@ -19,7 +19,7 @@ from trivet.quant.grid import F16_MAX, Float32, Grid, code_grid, to_f16_scales
 
 _SHARES = (1.0, 0.96, 1.04, 0.92, 1.08, 0.88, 1.14, 0.84, 1.2, 0.8, 0.76, 0.72)
 _LOW_BIT_SHARES = (0.66, 0.6, 0.54, 0.48, 0.42)  # two and three bits: clipping pays
-_CHUNK = 1 << 20  # values worked on at once
+_CHUNK = 1 << 16  # values worked on at once: they stay in the cache
 _ROUNDS = 2  # fits of the scale to the codes
 
 
