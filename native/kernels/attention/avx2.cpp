@@ -19,30 +19,11 @@ inline __m256 load_odd(const uint16_t* b) {
         _mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 
-// 8 pairs of int8 in both halves; a shuffle puts one code of each into the high byte of a lane.
-inline __m256 load_byte(const int8_t* b, __m256i picks) {
-    const __m256i pairs =
-        _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(b)));
-    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_shuffle_epi8(pairs, picks), 24));
-}
-
-inline __m256 load_even(const int8_t* b) {
-    const char z = char(0x80);
-    return load_byte(b, _mm256_setr_epi8(z, z, z, 0, z, z, z, 2, z, z, z, 4, z, z, z, 6,  //
-                                         z, z, z, 8, z, z, z, 10, z, z, z, 12, z, z, z, 14));
-}
-
-inline __m256 load_odd(const int8_t* b) {
-    const char z = char(0x80);
-    return load_byte(b, _mm256_setr_epi8(z, z, z, 1, z, z, z, 3, z, z, z, 5, z, z, z, 7,  //
-                                         z, z, z, 9, z, z, z, 11, z, z, z, 13, z, z, z, 15));
-}
-
 // 8 * kWide lanes of kQ vectors: up to 12 chains in registers. The loops over q and w are unrolled
 // by order, since GCC 12 otherwise keeps the chains in memory.
-template <int kQ, int kWide, typename T>
-inline void product_tile(const float* a, int32_t a_stride, const T* b, int32_t lanes, int32_t pairs,
-                         float* c, int32_t c_stride, bool accumulate, Ahead& ahead) {
+template <int kQ, int kWide>
+inline void product_tile(const float* a, int32_t a_stride, const uint16_t* b, int32_t lanes,
+                         int32_t pairs, float* c, int32_t c_stride, bool accumulate, Ahead& ahead) {
     Ahead next = ahead;  // by value: in registers
     for (int32_t begin = 0; begin < pairs; begin += 16) {
         const int32_t end = begin + 16 < pairs ? begin + 16 : pairs;
@@ -55,7 +36,7 @@ inline void product_tile(const float* a, int32_t a_stride, const T* b, int32_t l
 #pragma GCC unroll 1
         for (int32_t i = begin; i < end; ++i) {
             next.fetch();
-            const T* pairs_of = b + i * lanes * 2;
+            const uint16_t* pairs_of = b + i * lanes * 2;
             __m256 keys[kWide];
 #pragma GCC unroll 4
             for (int w = 0; w < kWide; ++w) keys[w] = load_even(pairs_of + 16 * w);
@@ -88,6 +69,68 @@ inline void product_tile(const float* a, int32_t a_stride, const T* b, int32_t l
                 const __m256 sum =
                     accumulate || begin > 0 ? _mm256_loadu_ps(target) : _mm256_setzero_ps();
                 _mm256_storeu_ps(target, _mm256_add_ps(sum, _mm256_add_ps(even[q][w], odd[q][w])));
+            }
+        }
+    }
+    ahead = next;
+}
+
+// Four pairs as float32, in order.
+inline __m256 load_pairs(const int8_t* b) {
+    const __m128i pairs = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(b));
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(pairs));
+}
+
+// The even and the odd value of a pair, four times.
+inline __m256 broadcast_pair(const float* a) {
+    int64_t bits;
+    __builtin_memcpy(&bits, a, 8);
+    return _mm256_castsi256_ps(_mm256_set1_epi64x(bits));
+}
+
+// The same for codes. Even and odd chains lie side by side, so that four pairs are widened by one
+// load and one conversion; putting the sums in order at the end costs more than that saves for
+// bf16.
+template <int kQ, int kWide>
+inline void product_tile(const float* a, int32_t a_stride, const int8_t* b, int32_t lanes,
+                         int32_t pairs, float* c, int32_t c_stride, bool accumulate, Ahead& ahead) {
+    Ahead next = ahead;  // by value: in registers
+    for (int32_t begin = 0; begin < pairs; begin += 16) {
+        const int32_t end = begin + 16 < pairs ? begin + 16 : pairs;
+        __m256 chains[kQ][2 * kWide];  // even and odd in turns
+#pragma GCC unroll 4
+        for (int q = 0; q < kQ; ++q) {
+#pragma GCC unroll 8
+            for (int w = 0; w < 2 * kWide; ++w) chains[q][w] = _mm256_setzero_ps();
+        }
+#pragma GCC unroll 1
+        for (int32_t i = begin; i < end; ++i) {
+            next.fetch();
+            const int8_t* pairs_of = b + i * lanes * 2;
+            __m256 x[kQ];
+#pragma GCC unroll 4
+            for (int q = 0; q < kQ; ++q) x[q] = broadcast_pair(a + q * a_stride + 2 * i);
+#pragma GCC unroll 8
+            for (int w = 0; w < 2 * kWide; ++w) {
+                const __m256 keys = load_pairs(pairs_of + 8 * w);
+#pragma GCC unroll 4
+                for (int q = 0; q < kQ; ++q) {
+                    chains[q][w] = _mm256_fmadd_ps(x[q], keys, chains[q][w]);
+                }
+            }
+        }
+#pragma GCC unroll 4
+        for (int q = 0; q < kQ; ++q) {
+#pragma GCC unroll 4
+            for (int w = 0; w < kWide; ++w) {
+                // Even plus odd of lanes 0, 1, 4, 5, 2, 3, 6, 7.
+                const __m256 added = _mm256_hadd_ps(chains[q][2 * w], chains[q][2 * w + 1]);
+                const __m256 ordered = _mm256_castpd_ps(
+                    _mm256_permute4x64_pd(_mm256_castps_pd(added), _MM_SHUFFLE(3, 1, 2, 0)));
+                float* target = c + q * c_stride + 8 * w;
+                const __m256 sum =
+                    accumulate || begin > 0 ? _mm256_loadu_ps(target) : _mm256_setzero_ps();
+                _mm256_storeu_ps(target, _mm256_add_ps(sum, ordered));
             }
         }
     }
