@@ -93,11 +93,10 @@ PROMPTS = [Prompt("to be or"), Prompt("the dog"), Prompt("a"), Prompt("never min
 @pytest.mark.parametrize("stops", [(), ("e",), ("a", "o")])
 def test_a_guess_changes_nothing_whether_it_is_right_or_wrong(stops: tuple[str, ...]) -> None:
     plain = LocalSubject(make_toy_model(), 256).generate(PROMPTS, 12, stops, _nothing)
-    tokens = [list(text.tokens) for text in plain]
-    wrong = [
-        [*ids[:4], (int(ids[4]) + 1) % 64, *ids[5:]] if len(ids) > 4 else [3] for ids in tokens
-    ]
-    for guessed in (tokens, [ids[:3] for ids in tokens], wrong, [[] for _ in tokens]):
+    tokens = [[int(token) for token in text.tokens] for text in plain]
+    wrong = [[*ids[:4], (ids[4] + 1) % 64, *ids[5:]] if len(ids) > 4 else [3] for ids in tokens]
+    none: list[list[int]] = [[] for _ in tokens]
+    for guessed in (tokens, [list(ids[:3]) for ids in tokens], wrong, none):
         guesses = [Generated("", ids, False) for ids in guessed]
         done: list[int] = []
         subject = LocalSubject(make_toy_model(), 256)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import ast
 import calendar
+import itertools
 import json
 import random
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
 
 from trivet.evaluate.corpora import builtin_corpora
@@ -97,16 +98,30 @@ def _shuffled(rng: random.Random, right: str, wrong: Sequence[str]) -> tuple[tup
     return tuple(choices), choices.index(right)
 
 
+def _shared_out(num_items: int, most: int) -> Iterator[int]:
+    """How many items each set of examples is for, ``most`` or fewer.
+
+    Items after the same examples err together, which intervals over items do not see, so that few
+    share them: as few as the length of the examples lets a gate pay for.
+    """
+    for start in range(0, num_items, most):
+        yield min(most, num_items - start)
+
+
 def _categories(rng: random.Random, num_items: int) -> Task:
     """Which of four groups a word belongs to, after a few examples of other words."""
     words = [(word, group) for group, text in _GROUPS.items() for word in text.split()]
     rng.shuffle(words)
-    shots = "".join(f"{word}: {group}\n" for word, group in words[:6])
     items = []
-    for word, group in words[6 : 6 + num_items]:
-        others = rng.sample([name for name in _GROUPS if name != group], 3)
-        choices, gold = _shuffled(rng, f" {group}", [f" {name}" for name in others])
-        items.append(Item((Prompt(f"{shots}{word}:"),), choices, gold))
+    asked = iter(words[:num_items])
+    for count in _shared_out(min(num_items, len(words) - 6), 1):
+        block = list(itertools.islice(asked, count))
+        examples = rng.sample([pair for pair in words if pair not in block], 6)
+        shots = "".join(f"{word}: {group}\n" for word, group in examples)
+        for word, group in block:
+            others = rng.sample([name for name in _GROUPS if name != group], 3)
+            choices, gold = _shuffled(rng, f" {group}", [f" {name}" for name in others])
+            items.append(Item((Prompt(f"{shots}{word}:"),), choices, gold))
     return _task("categories", Kind.CLASSIFICATION, Form.CHOICE, items)
 
 
@@ -213,12 +228,13 @@ def _sums(rng: random.Random, num_items: int) -> Task:
         b = rng.randrange(1, 10)
         return f"{a} - {b} =", f" {a - b}"
 
-    shots = "".join("".join(one()) + "\n" for _ in range(6))
-    asked = {one() for _ in range(4 * num_items)}
-    items = [
-        Item((Prompt(shots + question),), answer=f"{answer}\n")
-        for question, answer in sorted(asked, key=lambda pair: rng.random())[:num_items]
-    ]
+    asked = sorted({one() for _ in range(4 * num_items)}, key=lambda pair: rng.random())
+    waiting = iter(asked[:num_items])
+    items = []
+    for count in _shared_out(len(asked[:num_items]), 1):
+        shots = "".join("".join(one()) + "\n" for _ in range(4))
+        for question, answer in itertools.islice(waiting, count):
+            items.append(Item((Prompt(shots + question),), answer=f"{answer}\n"))
     return _task("sums", Kind.MATHS, Form.EXACT, items)
 
 
@@ -273,24 +289,41 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
 }
 
 
+def _numbered_functions() -> Iterator[tuple[str, str, str, str]]:
+    """Name, arguments, docstring and body of functions with a number in them."""
+    for n in range(2, 10):
+        yield f"add_{n}", "x", f"Return x plus {n}.", f"x + {n}"
+        yield f"subtract_{n}", "x", f"Return x minus {n}.", f"x - {n}"
+        yield f"multiply_by_{n}", "x", f"Return x times {n}.", f"x * {n}"
+        yield f"divide_by_{n}", "x", f"Return x divided by {n}.", f"x / {n}"
+        yield f"is_above_{n}", "x", f"Return True if x is greater than {n}.", f"x > {n}"
+        yield f"is_below_{n}", "x", f"Return True if x is less than {n}.", f"x < {n}"
+        yield f"is_multiple_of_{n}", "n", f"Return True if n is divisible by {n}.", f"n % {n} == 0"
+        yield f"repeat_{n}", "text", f"Return the text {n} times.", f"text * {n}"
+
+
 def _functions(rng: random.Random, num_items: int) -> Task:
     """One-line Python functions from their first line and docstring; run against calls."""
-    all_functions = list(_FUNCTIONS)
-    rng.shuffle(all_functions)
-    shots = "".join(_head(*f[:3]) + f"\n    return {f[3]}\n\n\n" for f in all_functions[:3])
+    functions = [*_FUNCTIONS, *_numbered_functions()]
+    rng.shuffle(functions)
+    waiting = iter(functions[:num_items])
     items = []
-    for name, arguments, text, body in all_functions[3 : 3 + num_items]:
-        head = _head(name, arguments, text)
-        reference = f"(lambda {arguments}: {body})"
-        calls = [call[1:-1] if arguments == "a, b" else call for call in _ARGUMENTS[arguments]]
-        tests = "".join(f"assert {name}({call}) == {reference}({call})\n" for call in calls)
-        items.append(
-            Item(
-                (Prompt(shots + head),),
-                answer=f"\n    return {body}\n",
-                data={"tests": tests, "head": head},
+    for count in _shared_out(len(functions[:num_items]), 4):
+        block = list(itertools.islice(waiting, count))
+        examples = rng.sample([f for f in functions if f not in block], 2)
+        shots = "".join(_head(*f[:3]) + f"\n    return {f[3]}\n\n\n" for f in examples)
+        for name, arguments, text, body in block:
+            head = _head(name, arguments, text)
+            reference = f"(lambda {arguments}: {body})"
+            calls = [call[1:-1] if arguments == "a, b" else call for call in _ARGUMENTS[arguments]]
+            tests = "".join(f"assert {name}({call}) == {reference}({call})\n" for call in calls)
+            items.append(
+                Item(
+                    (Prompt(shots + head),),
+                    answer=f"\n    return {body}\n",
+                    data={"tests": tests, "head": head},
+                )
             )
-        )
     stops = ("\ndef ", "\n\n\n", "\nclass ")
     return _task("functions", Kind.CODE, Form.CODE, items, stops)
 
@@ -300,7 +333,24 @@ def _head(name: str, arguments: str, text: str) -> str:
 
 
 def _queries(rng: random.Random, num_items: int) -> Task:
-    """Questions on a small table as SQL, after examples; run on SQLite."""
+    """Questions on small tables as SQL, after examples; run on SQLite."""
+    items: list[Item] = []
+    for count in _shared_out(num_items, 4):
+        schema, create, made = _table(rng)
+        shots = "".join(f"-- {question}\n{sql};\n" for question, sql in made[:6])
+        items += [
+            Item(
+                (Prompt(f"{create}\n{shots}-- {question}\n"),),
+                answer=f"{sql};",
+                data={"schema": schema},
+            )
+            for question, sql in made[6 : 6 + count]
+        ]
+    return _task("queries", Kind.SQL, Form.SQL, items, (";", "\n"))
+
+
+def _table(rng: random.Random) -> tuple[str, str, list[tuple[str, str]]]:
+    """A small table as SQL, filled and empty, and questions with their queries."""
     names = rng.sample(_NAMES, 10)
     rows = [(name, rng.randrange(18, 70), rng.choice(_CITIES[:5])) for name in names]
     values = ", ".join(f"('{name}', {age}, '{city}')" for name, age, city in rows)
@@ -328,16 +378,7 @@ def _queries(rng: random.Random, num_items: int) -> Task:
         made.append((f"How old is {name}?", f"SELECT age FROM people WHERE name = '{name}'"))
         made.append((f"Where does {name} live?", f"SELECT city FROM people WHERE name = '{name}'"))
     rng.shuffle(made)
-    shots = "".join(f"-- {question}\n{sql};\n" for question, sql in made[:6])
-    items = [
-        Item(
-            (Prompt(f"{create}\n{shots}-- {question}\n"),),
-            answer=f"{sql};",
-            data={"schema": schema},
-        )
-        for question, sql in made[6 : 6 + num_items]
-    ]
-    return _task("queries", Kind.SQL, Form.SQL, items, (";", "\n"))
+    return schema, create, made
 
 
 def _records(rng: random.Random, num_items: int) -> Task:
@@ -349,18 +390,19 @@ def _records(rng: random.Random, num_items: int) -> Task:
             "name": name, "age": age, "city": city,
         }  # fmt: skip
 
-    shots = "".join(
-        f"{text}\n{json.dumps(record)}\n\n" for text, record in (one() for _ in range(3))
-    )
-    made = dict(one() for _ in range(3 * num_items))
-    items = [
-        Item(
-            (Prompt(f"{shots}{text}\n"),),
-            answer=f"{json.dumps(record)}\n",
-            data={"format": {"json": record}},
-        )
-        for text, record in list(made.items())[:num_items]
-    ]
+    waiting = iter(dict(one() for _ in range(3 * num_items)).items())
+    items = []
+    for count in _shared_out(num_items, 2):
+        examples = (one() for _ in range(3))
+        shots = "".join(f"{text}\n{json.dumps(record)}\n\n" for text, record in examples)
+        items += [
+            Item(
+                (Prompt(f"{shots}{text}\n"),),
+                answer=f"{json.dumps(record)}\n",
+                data={"format": {"json": record}},
+            )
+            for text, record in itertools.islice(waiting, count)
+        ]
     return _task("records", Kind.STRUCTURED_OUTPUT, Form.FORMAT, items, max_tokens=48)
 
 

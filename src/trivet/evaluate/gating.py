@@ -410,7 +410,7 @@ def _fit_budget(
     score_tokens(baseline, candidate, windows[:1])  # maps the weights
     begin = time.monotonic()
     score_tokens(baseline, candidate, windows)
-    rows = sum(len(window.input_ids) for window in windows)
+    rows: float = sum(len(window.input_ids) for window in windows)
     gate.note_pace(_CORPUS_COST * rows, time.monotonic() - begin)
     for factor in _FACTORS:
         sizes = gate.sizes.scaled(factor)

@@ -154,7 +154,7 @@ def _row_sums(values: Float32) -> Float64:
         half = width // 2
         values[:, :half] += values[:, width - half : width]
         width -= half
-    return values[:, :width].sum(axis=1, dtype=np.float64)
+    return np.asarray(values[:, :width].sum(axis=1, dtype=np.float64))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -217,7 +217,8 @@ def unpack(packed: PackedWeight) -> WeightTensor:
     else:
         # The innermost four bytes stay together, so they are moved as one.
         words = np.ascontiguousarray(packed.codes).view(np.uint32)[..., 0]
-        rows = words.transpose(0, 2, 1).reshape(n, -1).view(packed.codes.dtype)
+        rows = np.ascontiguousarray(words.transpose(0, 2, 1)).reshape(n, -1)
+        rows = rows.view(packed.codes.dtype)
 
     def by_row(values: NDArray[Any] | None) -> NDArray[Any] | None:
         if values is None:

@@ -232,7 +232,7 @@ def _errors(
     is_plain = bool((rows == 1).all() and (columns == 1).all())
     has_factor = bool((factor != 1).any())
     for start, end in _runs(weight):
-        error, kept = _values(weight, start, end), _values(wanted, start, end)
+        error, kept = _values(weight, slice(start, end)), _values(wanted, slice(start, end))
         with np.errstate(invalid="ignore", over="ignore"):
             if has_factor:
                 error *= factor[None, :]
@@ -275,8 +275,7 @@ def _compare_rounding(
     """Error on activations over that of rounding the baseline's rows to the same format."""
     n = weight.shape[0]
     picked = np.unique(np.linspace(0, n - 1, min(n, _SAMPLE_ROWS)).astype(int))
-    kept = np.concatenate([_values(wanted, row, row + 1) for row in picked])
-    own = np.concatenate([_values(weight, row, row + 1) for row in picked]) * factor[None, :]
+    kept, own = _values(wanted, picked), _values(weight, picked) * factor[None, :]
     error = own / (gains[0][picked][:, None] * gains[1][None, :]) - kept
     try:
         rounded = dequantize(convert(kept, weight.format).weight) - kept
@@ -319,7 +318,8 @@ def _gains(weight: WeightTensor, wanted: WeightTensor, factor: Float32) -> tuple
     cross, square = np.zeros(k), np.zeros(k)
     rows = np.ones(n, np.float32)
     for start, end in _runs(weight):
-        values, kept = _values(weight, start, end) * factor[None, :], _values(wanted, start, end)
+        part = slice(start, end)
+        values, kept = _values(weight, part) * factor[None, :], _values(wanted, part)
         with np.errstate(invalid="ignore", over="ignore"):
             product, own = values * kept, kept * kept
             cross += product.sum(axis=0, dtype=np.float64)
@@ -397,11 +397,11 @@ def _runs(weight: WeightTensor) -> Iterator[tuple[int, int]]:
         yield start, min(n, start + step)
 
 
-def _values(weight: WeightTensor, start: int, end: int) -> Float32:
-    """Rows [start, end) as float32, without float64 where groups are whole: exact enough here."""
+def _values(weight: WeightTensor, rows: slice | NDArray[np.intp]) -> Float32:
+    """Some rows as float32, without float64 where groups are whole: exact enough here."""
 
     def cut(part: NDArray[Any] | None) -> Any:
-        return None if part is None else part[start:end]
+        return None if part is None else part[rows]
 
     part = dataclasses.replace(
         weight,
@@ -414,7 +414,7 @@ def _values(weight: WeightTensor, start: int, end: int) -> Float32:
     group = part.format.group_size or k
     if part.scales is None or k % group:
         return dequantize(part)
-    values = part.codes.astype(np.float32).reshape(end - start, -1, group)
+    values = part.codes.astype(np.float32).reshape(-1, k // group, group)
     if part.zeros is not None:
         values -= part.zeros.astype(np.float32)[:, :, None]
     elif part.format.bits == 4 and part.minima is None:
@@ -424,8 +424,10 @@ def _values(weight: WeightTensor, start: int, end: int) -> Float32:
         values += part.minima.astype(np.float32)[:, :, None]
     if part.format.is_rotated:
         matrix = _hadamard(hadamard_width(k))
-        values = (values.reshape(-1, len(matrix)) @ matrix).astype(np.float32, copy=False)
-    return values.reshape(end - start, k)
+        # In pieces that BLAS does not spread over threads: there is one beside this already.
+        pieces = values.reshape(-1, math.gcd(values.size // len(matrix), 32), len(matrix))
+        values = pieces @ matrix
+    return values.reshape(-1, k)
 
 
 @functools.cache
