@@ -386,14 +386,12 @@ def _records(rng: random.Random, num_items: int) -> Task:
 
     def one() -> tuple[str, dict[str, object]]:
         name, age, city = rng.choice(_NAMES), rng.randrange(18, 80), rng.choice(_CITIES)
-        return f"{name} is {age} years old and lives in {city}.", {
-            "name": name, "age": age, "city": city,
-        }  # fmt: skip
+        return f"{name} is {age} years old and lives in {city}.", {"name": name, "city": city}
 
     waiting = iter(dict(one() for _ in range(3 * num_items)).items())
     items = []
     for count in _shared_out(num_items, 2):
-        examples = (one() for _ in range(3))
+        examples = (one() for _ in range(2))
         shots = "".join(f"{text}\n{json.dumps(record)}\n\n" for text, record in examples)
         items += [
             Item(
