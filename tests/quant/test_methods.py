@@ -170,13 +170,31 @@ def test_dead_columns_are_zero_and_cost_nothing() -> None:
 
 
 def test_damp_is_raised_only_as_needed_and_told() -> None:
-    config = GptqConfig(damp=1e-17)
+    config = GptqConfig(damp=1e-17, shrink=0)
     few = np.ones((3, 64), np.float32)  # of rank one, exactly
     hessian = Hessian.of(gram(few), len(few), config)
     assert hessian.raised > 0
     assert hessian.damp > config.damp
     enough, _ = correlated(64, 0.5)
     assert Hessian.of(gram(enough), len(enough), GptqConfig()).raised == 0
+
+
+def test_correlations_are_trusted_less_than_sizes() -> None:
+    """Off the diagonal the Gram matrix shrinks; on inputs of other correlations the error falls."""
+    weight, grid = gaussian(128, 192), Grid(4, 64)
+    seen, _ = correlated(192, 0.5, rows=384)
+    _, other = correlated(192, 0.5, seed=1)
+    errors = []
+    with single_threaded(), Workers(1) as workers:
+        for shrink in (0.0, 0.15):
+            config = GptqConfig(shrink=shrink)
+            hessian = Hessian.of(gram(seen), len(seen), config)
+            off = ~np.eye(192, dtype=bool)
+            mean = gram(seen) / len(seen)
+            np.testing.assert_allclose(hessian.gram[off], mean[off] * (1 - shrink))
+            result = quantize_gptq(weight, hessian, grid, config, workers)
+            errors.append(output_error(dequantize(result) - weight, gram(other)))
+    assert errors[1] < errors[0]
 
 
 def test_no_tokens_and_not_finite_inputs_are_refused() -> None:
@@ -212,6 +230,8 @@ def test_settings_out_of_range_are_named() -> None:
         GptqConfig(act_order="dynamic")
     with pytest.raises(ConfigError, match="damp"):
         GptqConfig(damp=0)
+    with pytest.raises(ConfigError, match="shrink"):
+        GptqConfig(shrink=1)
     with pytest.raises(QuantError, match=r"group_size 128 does not divide 576.*32, 64, row"):
         Grid(4, 128).group_of(576)
 

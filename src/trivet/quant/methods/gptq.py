@@ -32,6 +32,7 @@ from trivet.quant.methods.rtn import assign, find_scales
 Float64 = NDArray[np.float64]
 ACT_ORDERS = ("static", "desc_act", "none")
 MAX_DAMP = 1.0
+SHRINK = 0.15
 _PANEL = 64  # columns between two lazy updates
 _ROWS = 320  # rows worked on at once, at most
 _INVERSE_ROWS = 128  # a triangle of so many rows is inverted whole
@@ -40,9 +41,14 @@ _RIDGE = 1e-3  # pull of the refined scales towards the ones before, relative
 
 @dataclasses.dataclass(frozen=True)
 class GptqConfig:
-    """damp: share of the mean diagonal added to H. refine: rounds of scales and codes in turns."""
+    """damp: share of the mean diagonal added to H. refine: rounds of scales and codes in turns.
+
+    shrink: share taken off H beside its diagonal: correlations of columns are less alike from text to
+    text than their sizes
+    """
 
     damp: float = 0.01
+    shrink: float = SHRINK
     act_order: str = "static"
     refine: int = 2
     search: bool = True
@@ -52,6 +58,8 @@ class GptqConfig:
             raise ConfigError("act_order", self.act_order, ", ".join(ACT_ORDERS))
         if not 0 < self.damp <= MAX_DAMP:
             raise ConfigError("damp", self.damp, "a number above 0, up to 1")
+        if not 0 <= self.shrink < 1:
+            raise ConfigError("shrink", self.shrink, "0 to below 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +86,9 @@ class Hessian:
             raise QuantError("no token reached this layer: it cannot be calibrated")
         if not np.isfinite(gram).all():
             raise QuantError("the Gram matrix of a layer's inputs is not finite")
-        mean = gram / tokens
-        diagonal = np.einsum("ii->i", mean)
+        mean = gram * ((1 - config.shrink) / tokens)
+        diagonal = np.einsum("ii->i", mean)  # a view
+        diagonal /= 1 - config.shrink
         dead = diagonal <= 0
         diagonal[dead] = 1.0
         base = float(diagonal[~dead].mean()) if not dead.all() else 1.0
@@ -113,7 +122,7 @@ def _inverse_factor(matrix: Float64) -> Float32 | None:
     return inverse.astype(np.float32)
 
 
-def _invert_upper(matrix: Float64) -> Float64:
+def _invert_upper(matrix: NDArray[np.floating]) -> Float64:
     """The inverse of an upper triangular matrix, by halves: a third of a general one's work."""
     size = len(matrix)
     if size <= _INVERSE_ROWS:
