@@ -24,7 +24,7 @@ def test_a_table_is_made_in_pieces(tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("The river is wide and the bridge is long. " * 40)
     table = tmp_path / "table.json"
-    words = [
+    words: list[str | Path] = [
         f"b={model}", "-o", tmp_path / "work", "--result", table, "--corpus", corpus,
         "--samples", "4", "--max-tokens", "96", "--context", "48",
     ]  # fmt: skip
