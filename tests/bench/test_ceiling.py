@@ -114,9 +114,11 @@ def test_shares_above_the_ceiling_are_marked() -> None:
 
 def test_the_table_marks_shares_above_the_ceiling(capsys: pytest.CaptureFixture[str]) -> None:
     figures = phase_figures(COSTS, [{"prefill": PREFILL, "decode": _decode(0.3)}], [CEILINGS])
+    decode = figures["decode"]
+    assert decode is not None
     _phase_table(Output(False), figures)
     shown = capsys.readouterr()
-    assert f"{figures['decode']['mbu']:.1%}*" in shown.out  # type: ignore[index]
+    assert f"{decode['mbu']:.1%}*" in shown.out
     assert f"* {CEILING_TOO_LOW}" in shown.err
     assert shown.out.count("*") == 1
 

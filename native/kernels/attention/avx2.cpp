@@ -88,8 +88,8 @@ inline __m256 broadcast_pair(const float* a) {
     return _mm256_castsi256_ps(_mm256_set1_epi64x(bits));
 }
 
-// The same for codes. Even and odd chains lie side by side, so that four pairs are widened by one
-// load and one conversion; putting the sums in order at the end costs more than that saves for
+// product_tile over codes. Even and odd chains lie side by side, so that four pairs are widened by
+// one load and one conversion; putting the sums in order at the end costs more than that saves for
 // bf16.
 template <int kQ, int kWide>
 inline void product_tile(const float* a, int32_t a_stride, const int8_t* b, int32_t lanes,

@@ -32,7 +32,15 @@ from trivet.bench.prompts import NaturalText
 from trivet.bench.provenance import describe_build
 from trivet.bench.rung import CHAT_GAP, FIGURES, RUNGS, Ladder, LadderOptions, Rung, Setting
 from trivet.bench.session import BatchJob
-from trivet.config import DEMO, ModelConfig, WeightFormat
+from trivet.bench.workload import (
+    Round,
+    Workload,
+    calibrate,
+    draft_details,
+    fit_workload,
+    time_ratios,
+)
+from trivet.config import DEMO, KVFormat, ModelConfig, WeightFormat
 from trivet.errors import ConfigError
 from trivet.evaluate import (
     Corpus,
@@ -60,32 +68,12 @@ _PASSES_OF_A_PAIR = 2.0  # what comparing a model with the baseline costs, in pa
 _PLANNED_SHARE = 0.92  # the rest is for starts that take longer than expected
 _MOST_ROUNDS = 5
 _MOST_SETTINGS = 3  # run in turns in one round: baseline, accepted, new
-_COST_OF_A_SETTING = (
-    0.8  # of a round, against the baseline's: others are faster, starts come on top
-)
+# Of a round, against the baseline's: others are faster, starts come on top.
+_COST_OF_A_SETTING = 0.8
 _LEAST_MIXED_S, _MOST_MIXED_S = 4.0, 12.0  # of one run of the mixed load
 _LOSSY = ("w8a8", "w4", "int8-kv")  # rungs that change what the model computes
-_SIZES = ((256, 64, 8, 128, 48), (192, 48, 4, 96, 32), (96, 24, 4, 48, 16), (32, 12, 2, 24, 8))
 
 Advance = Callable[[str, float], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Workload:
-    """The work of one round: single requests one after the other, then a batch."""
-
-    singles: list[BatchJob]
-    batch: BatchJob
-
-    def describe(self) -> dict[str, Any]:
-        single = self.singles[0]
-        return {
-            "single_prompt_tokens": len(single.prompts[0]),
-            "single_output_tokens": single.output_tokens,
-            "batch": self.batch.batch,
-            "batch_prompt_tokens": len(self.batch.prompts[0]),
-            "batch_output_tokens": self.batch.output_tokens,
-        }
 
 
 def climb(
@@ -145,7 +133,7 @@ class _Climb:
         process = self._process(self._base)
         assert self._base_model is not None
         self._text = NaturalText(self._base_model.tokenizer)
-        self._speeds = _calibrate(process, self._text)
+        self._speeds = calibrate(process, self._text)
         self._workload = self._make_workload(process)
         self._prepare_corpora()
         rungs: list[Rung] = []
@@ -222,8 +210,6 @@ class _Climb:
         return load_model(self._config(Setting(weights)), self._loading)
 
     def _config(self, setting: Setting) -> ModelConfig:
-        from trivet.config import KVFormat
-
         return ModelConfig(
             model=self._options.model,
             weights=setting.weights,
@@ -247,28 +233,12 @@ class _Climb:
 
     def _make_workload(self, process: EngineProcess) -> Workload:
         """The largest workload of which the budget holds LEAST_ROUNDS rounds for every rung."""
-        room = process.facts["max_positions"]
         planned = _PLANNED_SHARE * self._options.budget_s
         if self._options.gate != "off":
             planned *= 1 - _CORPORA_SHARE - _CHECKS_SHARE[self._options.gate]
         settings = sum(self._num_settings(name) for name in self._names)
         allowed = planned / (LEAST_ROUNDS * settings * _COST_OF_A_SETTING)
-        for single_in, single_out, batch, batch_in, batch_out in _SIZES:
-            seconds = (2 * single_in + batch * batch_in) / self._speeds.prefill_tok_s + (
-                2 * single_out + 2 * batch_out
-            ) * self._speeds.tpot_s
-            fits = max(single_in + single_out, batch_in + batch_out) <= room
-            if fits and (seconds <= allowed or (single_in, batch) == (32, 2)):
-                break
-        else:
-            single_in = batch_in = max(1, room // 2)
-            single_out = batch_out = max(1, room - single_in)
-        singles = self._text.prompts(2, single_in)
-        many = self._text.prompts(batch, batch_in, salt=1)
-        return Workload(
-            [BatchJob(prompts=[one], batch=1, output_tokens=single_out) for one in singles],
-            BatchJob(prompts=many, batch=batch, output_tokens=batch_out),
-        )
+        return fit_workload(self._text, self._speeds, process.facts["max_positions"], allowed)
 
     def _prepare_corpora(self) -> None:
         if self._options.gate == "off":
@@ -440,7 +410,7 @@ class _Climb:
                 self._process(competitor).call("warm_up", job=job)
                 self._warm.add(competitor)
         until = self._slice_end()
-        rounds: list[dict[Setting, _Round]] = []
+        rounds: list[dict[Setting, Round]] = []
         while len(rounds) < _MOST_ROUNDS:
             begin = time.monotonic()
             shift = len(rounds) % len(competitors)
@@ -458,14 +428,14 @@ class _Climb:
         if setting != self._base:
             rung.before = self._figures(rounds, self._current)
             rung.baseline = self._figures(rounds, self._base)
-            rung.set_gain(_ratios(rounds, self._current, setting))
-            rung.set_total(_ratios(rounds, self._base, setting))
+            rung.set_gain(time_ratios(rounds, self._current, setting))
+            rung.set_total(time_ratios(rounds, self._base, setting))
         if setting.draft != "off":
             plain = [one[self._current] for one in rounds]
             rung.details["identical"] = all(
                 a.token_ids == b.token_ids for a, b in zip(plain, own, strict=True)
             )
-            rung.details |= _draft_details(own)
+            rung.details |= draft_details(own)
         if rung.name == "int8-kv":
             before = self._process(self._current).facts["kv_bytes_per_token"]
             rung.details["kv_memory_gain"] = before / process.facts["kv_bytes_per_token"]
@@ -476,7 +446,7 @@ class _Climb:
             until = self._started + self._options.budget_s
         return time.monotonic() + round_s > until
 
-    def _figures(self, rounds: Sequence[dict[Setting, _Round]], setting: Setting) -> dict[str, Any]:
+    def _figures(self, rounds: Sequence[dict[Setting, Round]], setting: Setting) -> dict[str, Any]:
         """What a setting reached in these rounds: medians, and what it is."""
         figures: dict[str, Any] = {
             "weights": self._weights_of(setting).form,
@@ -496,7 +466,7 @@ class _Climb:
             )
         )
 
-    def _round(self, order: Sequence[Setting]) -> dict[Setting, _Round]:
+    def _round(self, order: Sequence[Setting]) -> dict[Setting, Round]:
         """Every job of the workload by every setting in turn, so that a disturbance hits them alike."""
         jobs = [*self._workload.singles, self._workload.batch]
         results: dict[Setting, list[dict[str, Any]]] = {setting: [] for setting in order}
@@ -504,7 +474,7 @@ class _Climb:
             for setting in order:
                 process = self._process(setting)
                 results[setting].append(process.call("batch", job=self._job(job, setting)))
-        return {setting: _Round(found[:-1], found[-1]) for setting, found in results.items()}
+        return {setting: Round(found[:-1], found[-1]) for setting, found in results.items()}
 
     def _measure_chunks(self) -> Rung:
         """Chunked prefill off and on under the mixed load, in turns, on the accepted setting."""
@@ -708,82 +678,10 @@ class _Weights:
         return cls(model.config.weights, model.weights_form, is_exact, model.runner.numerics_id)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Round:
-    """One round of one setting: the singles' results, and the batch's."""
-
-    singles: list[dict[str, Any]]
-    batch: dict[str, Any]
-
-    @property
-    def ttft_s(self) -> float:
-        return statistics.fmean(single["ttft_s"] for single in self.singles)
-
-    @property
-    def tpot_s(self) -> float | None:
-        known = [single["tpot_s"] for single in self.singles if single["tpot_s"] is not None]
-        return statistics.fmean(known) if known else None
-
-    @property
-    def out_tok_s(self) -> float:
-        return float(self.batch["out_tok_s"])
-
-    @property
-    def wall_s(self) -> float:
-        return float(sum(one["wall_s"] for one in [*self.singles, self.batch]))
-
-    @property
-    def peak_rss_bytes(self) -> int:
-        return max(int(one["peak_rss_bytes"]) for one in [*self.singles, self.batch])
-
-    @property
-    def token_ids(self) -> list[list[list[int]]]:
-        return [one["token_ids"] for one in [*self.singles, self.batch]]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Speeds:
-    """First impression of the baseline, to size the work."""
-
-    prefill_tok_s: float
-    tpot_s: float
-
-
-def _calibrate(process: EngineProcess, text: NaturalText) -> _Speeds:
-    room = process.facts["max_positions"]
-    num_tokens = max(1, min(64, room - 8))
-    prompts = text.prompts(1, num_tokens)
-    job = BatchJob(prompts=prompts, batch=1, output_tokens=max(1, min(8, room - num_tokens)))
-    process.call("warm_up", job=dataclasses.asdict(job))
-    run = process.call("batch", job=dataclasses.asdict(job))
-    return _Speeds(run["prefill_tok_s"], run["tpot_s"] or 1 / run["prefill_tok_s"])
-
-
 def _as_own_baseline(quality: Quality) -> Quality:
     return dataclasses.replace(
         quality, baseline_perplexity=quality.perplexity, mean_kl=0.0, top1_agreement=1.0
     )
-
-
-def _ratios(
-    rounds: Sequence[dict[Setting, _Round]], before: Setting, after: Setting
-) -> list[float]:
-    """Wall time before over wall time after, round by round."""
-    return [one[before].wall_s / one[after].wall_s for one in rounds]
-
-
-def _draft_details(rounds: Sequence[_Round]) -> dict[str, Any]:
-    """Acceptance over the last round's three runs (every round drafts the same)."""
-    drafts = [one["draft"] for one in [*rounds[-1].singles, rounds[-1].batch]]
-    drafted = sum(draft["draft_tokens"] for draft in drafts)
-    accepted = sum(draft["accepted_tokens"] for draft in drafts)
-    return {
-        "drafter": drafts[0]["drafter"],
-        "draft_tokens": drafted,
-        "accepted_tokens": accepted,
-        "single_alpha": [draft["alpha"] for draft in drafts[:-1]],
-        "batch_alpha": drafts[-1]["alpha"],
-    }
 
 
 def _median_of(results: Sequence[dict[str, Any]], name: str) -> float | None:

@@ -440,17 +440,23 @@ def _fold_layer(
 
 
 class _Seen:
-    """What passed one point: sums, their factors (each made once for all roles), the held-out part."""
+    """What passed one point: sums, their factor (made once for all roles), the held-out part.
+
+    Factors of other settings are rarely asked for and are not kept: each is as large as the sums.
+    """
 
     def __init__(self, stats: InputStats, held_out: InputStats) -> None:
         self.stats = stats
         self.held_out = held_out.gram.astype(np.float32)
-        self._hessians: dict[GptqConfig, Hessian] = {}
+        self._kept: tuple[GptqConfig, Hessian] | None = None  # of the first settings asked for
 
     def hessian(self, config: GptqConfig) -> Hessian:
-        if config not in self._hessians:
-            self._hessians[config] = Hessian.of(self.stats.gram, self.stats.tokens, config)
-        return self._hessians[config]
+        if self._kept is not None and self._kept[0] == config:
+            return self._kept[1]
+        hessian = Hessian.of(self.stats.gram, self.stats.tokens, config)
+        if self._kept is None:
+            self._kept = config, hessian
+        return hessian
 
 
 def _solve(

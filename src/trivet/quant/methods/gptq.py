@@ -6,12 +6,13 @@ act-order visits columns by falling diagonal of H within that. Afterwards scales
 in turns: scales by least squares in the metric of H, codes by cyclic coordinate descent. Neither can
 raise the error, and the file format does not change.
 
-Rows are independent given H: they are worked on in runs of fixed size, so that the bits do not depend
-on the number of threads.
+Rows are independent given H: they are worked on in runs that depend on their number alone, so that
+the bits do not depend on the number of threads.
 
 Source: arXiv:2210.17323, Algorithm 1 (lazy updates); arXiv:2309.01885 for coordinate descent.
-Differs: static groups, scale search weighted by the diagonal, the refinement; damp is raised only
-when the factorization fails, and what was used is returned.
+Differs: static groups, scale search weighted by the diagonal, the refinement; H shrinks beside its
+diagonal (`GptqConfig.shrink`); damp is raised only when the factorization fails, and what was used is
+returned.
 """
 
 from __future__ import annotations
