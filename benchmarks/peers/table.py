@@ -1,10 +1,12 @@
 """Reports of run.py as Markdown: speeds beside bytes and quality, and the ratios.
 
     python benchmarks/peers/table.py benchmarks/results/peers.json [MORE.json ...] [--into README.md]
+                                     [--cases decode_128 batch_32 ...]
 
 Several reports of one model (one for each group of cases, say) make one table: each case is taken from
 the last report that has it, whole, so that its ratios stay those of one run.
---into replaces what stands between the lines ``<!-- peers MODEL -->`` and ``<!-- /peers MODEL -->``.
+--cases keeps these columns. --into replaces what stands between the lines ``<!-- peers MODEL -->``
+and ``<!-- /peers MODEL -->``.
 """
 
 from __future__ import annotations
@@ -81,8 +83,31 @@ def merged(reports: list[dict[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def markdown(reports: list[dict[str, Any]]) -> str:
-    """Both tables, what they were measured on, and what did not run."""
+def kept(report: dict[str, Any], cases: list[str]) -> dict[str, Any]:
+    """The report with these of its cases only."""
+    not_run = []
+    for entry in report["not_run"]:
+        which = entry["cases"]
+        left = which if which == "all" else [case for case in which if case in cases]
+        if left:
+            not_run.append(entry | {"cases": left})
+    return report | {
+        "cases": {case: found for case, found in report["cases"].items() if case in cases},
+        "ratios": {case: found for case, found in report["ratios"].items() if case in cases},
+        "not_run": not_run,
+    }
+
+
+def markdown(reports: list[dict[str, Any]], only: list[str] | None = None) -> str:
+    """Both tables, what they were measured on, and what did not run.
+
+    ``only``: cases to show. Raises ValueError for one that no report has.
+    """
+    if only is not None:
+        missing = set(only).difference(*(report["cases"] for report in reports))
+        if missing:
+            raise ValueError(f"no report has the case {', '.join(sorted(missing))}")
+        reports = [report for report in (kept(r, only) for r in reports) if report["cases"]]
     whole = merged(reports)
     cases = sorted(whole["cases"], key=_order)
     lines = _speeds(whole, cases)
@@ -137,10 +162,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("reports", type=Path, nargs="+")
     parser.add_argument("--into", type=Path)
+    parser.add_argument("--cases", nargs="+", help="columns to show; without it all")
     arguments = parser.parse_args()
     reports = [json.loads(path.read_text()) for path in arguments.reports]
     try:
-        text = markdown(reports)
+        text = markdown(reports, arguments.cases)
     except ValueError as mistake:
         parser.error(str(mistake))
     if arguments.into is None:

@@ -65,6 +65,13 @@ def test_engines_are_compared_round_by_round(tmp_path: Path) -> None:
     together = _run(PEERS / "table.py", tmp_path / "peers.json", tmp_path / "more.json").stdout
     assert "| fake | 0 | - | - | 1000 ±" in together
     assert "4711" in together
+    # Some columns of a table.
+    narrow = (PEERS / "table.py", tmp_path / "peers.json", "--cases", "decode_24")
+    shown = _run(*narrow).stdout
+    assert "| decode 24 |" in shown
+    assert "batch" not in shown
+    assert "prefill" not in shown
+    assert "decode_25" in _run(*narrow, "decode_25", status=2).stderr
     (tmp_path / "other.json").write_text(json.dumps(report | {"model": "shape-1b"}))
     mixed = (PEERS / "table.py", tmp_path / "peers.json", tmp_path / "other.json")
     assert "several models" in _run(*mixed, status=2).stderr
