@@ -194,9 +194,9 @@ void attention_span(const std::string& level, int kind, const Array<const uint16
     }
     Buffer<float> scratch;
     scratch.reserve(span_scratch_floats(num_q, dim));
-    const SpanTask task = {q.data(),       rows,     group,         dim,      valid.data(),
-                           span_pages,     nullptr,  kv_kind(kind), is_first, sm_scale,
-                           scratch.data(), m.data(), l.data(),      o.data()};
+    const SpanTask task = {q.data(),   rows,           group,    dim,           valid.data(),
+                           span_pages, nullptr,        0,        kv_kind(kind), is_first,
+                           sm_scale,   scratch.data(), m.data(), l.data(),      o.data()};
     const Kernels kernels = kernels_for(parse_level(level));
     const FpState fp_state;
     kernels.attention->span(task);

@@ -596,19 +596,38 @@ void Model::run_attention(const Step& step, Arena& arena, int32_t layer) {
             tile_items_[t].store(tiles_[t].num_items, std::memory_order_relaxed);
         }
     }
-    pool_.parallel_for(static_cast<int32_t>(items_.size()), [&](int32_t item, int thread) {
-        attend(step, arena, layer, items_[static_cast<size_t>(item)],
-               scratch_[static_cast<size_t>(thread)]);
+    // Decoding rows are many short items. A thread takes several in a row, so that it knows whose
+    // keys come next.
+    const int32_t count = static_cast<int32_t>(items_.size()), threads = pool_.num_threads();
+    const int32_t run = fused_ ? std::max(1, count / (8 * threads)) : 1;
+    pool_.parallel_for((count + run - 1) / run, [&](int32_t index, int thread) {
+        const int32_t begin = index * run, end = std::min(count, begin + run);
+        for (int32_t item = begin; item < end; ++item) {
+            const int32_t next = item + 1 < end ? item + 1 : end + (threads - 1) * run;
+            attend(step, arena, layer, items_[static_cast<size_t>(item)],
+                   next < count ? &items_[static_cast<size_t>(next)] : nullptr,
+                   scratch_[static_cast<size_t>(thread)]);
+        }
     });
     lap(OpClass::kAttention);
 }
 
+int32_t Model::span_pages(const Step& step, const Arena& arena, int32_t layer, const Tile& tile,
+                          int32_t span, const uint8_t** blocks) const {
+    const int32_t* pages = step.page_tables + static_cast<int64_t>(tile.table) * step.table_pages;
+    const int32_t tokens = tile.position + tile.num_rows - span * kSpanTokens;
+    const int32_t count = std::min(kSpanPages, (tokens + kPageTokens - 1) / kPageTokens);
+    for (int32_t p = 0; p < count; ++p) {
+        blocks[p] = arena.block(layer, tile.kv_head, pages[span * kSpanPages + p]);
+    }
+    return count;
+}
+
 void Model::attend(const Step& step, Arena& arena, int32_t layer, const Item& item,
-                   Scratch& scratch) {
+                   const Item* next, Scratch& scratch) {
     const Tile& tile = tiles_[static_cast<size_t>(item.tile)];
     const int32_t dim = weights_.head_dim, group = weights_.num_heads / weights_.num_kv_heads;
     const int32_t num_q = tile.num_rows * group, first_head = tile.kv_head * group;
-    const int32_t* pages = step.page_tables + static_cast<int64_t>(tile.table) * step.table_pages;
     for (int32_t r = 0; r < tile.num_rows; ++r) {
         uint16_t* q = scratch.q.data() + static_cast<int64_t>(r) * group * dim;
         if (fused_) {
@@ -650,23 +669,26 @@ void Model::attend(const Step& step, Arena& arena, int32_t layer, const Item& it
             valid[r - first_row] = std::min(keys, kSpanTokens);
         }
         const int32_t rows = tile.num_rows - first_row;
-        const uint8_t* span_pages[kSpanPages] = {};
-        for (int32_t p = 0; p * kPageTokens < valid[rows - 1]; ++p) {
-            span_pages[p] = arena.block(layer, tile.kv_head, pages[span * kSpanPages + p]);
+        const uint8_t *blocks[kSpanPages] = {}, *next_blocks[kSpanPages] = {};
+        span_pages(step, arena, layer, tile, span, blocks);
+        int32_t num_next = 0;
+        if (span + 1 < item.span_end) {
+            num_next = span_pages(step, arena, layer, tile, span + 1, next_blocks);
+        } else if (next != nullptr) {
+            num_next = span_pages(step, arena, layer, tiles_[static_cast<size_t>(next->tile)],
+                                  next->span_begin, next_blocks);
         }
         float* result = split      ? total + span * result_floats
                         : span > 0 ? total + result_floats
                                    : total;
-        const uint8_t* next = span + 1 < item.span_end
-                                  ? arena.block(layer, tile.kv_head, pages[(span + 1) * kSpanPages])
-                                  : nullptr;
         const SpanTask task = {scratch.q.data() + static_cast<int64_t>(first) * dim,
                                rows,
                                group,
                                dim,
                                valid,
-                               span_pages,
-                               next,
+                               blocks,
+                               next_blocks,
+                               num_next,
                                weights_.kv,
                                span == 0,
                                sm_scale_,

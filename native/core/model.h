@@ -203,7 +203,13 @@ class Model {
                   Scratch& scratch);
     // The head after rope, rotated by the block Hadamard where the KV format asks for it.
     const float* block_rotated(Scratch& scratch) const;
-    void attend(const Step& step, Arena& arena, int32_t layer, const Item& item, Scratch& scratch);
+    // next: the item that this thread takes afterwards, or null.
+    void attend(const Step& step, Arena& arena, int32_t layer, const Item& item, const Item* next,
+                Scratch& scratch);
+    // The page blocks of a span that some row of the tile sees, at most kSpanPages. Returns how
+    // many.
+    int32_t span_pages(const Step& step, const Arena& arena, int32_t layer, const Tile& tile,
+                       int32_t span, const uint8_t** blocks) const;
 
     static constexpr int32_t kSharedRows =
         2;  // up to this many rows each thread prepares by itself

@@ -86,7 +86,9 @@ void span_of_tiles(const SpanTask& task) {
     for (int32_t p = 0; p < num_pages; ++p) {
         if (task.num_rows == 1) {
             // The keys and values of a decoding request are read once and come from memory.
-            const uint8_t* next = p + 1 < num_pages ? task.pages[p + 1] : task.next;
+            const uint8_t* next = p + 1 < num_pages   ? task.pages[p + 1]
+                                  : task.num_next > 0 ? task.next_pages[0]
+                                                      : nullptr;
             Ahead ahead = {reinterpret_cast<const char*>(task.pages[p] + block.v),
                            reinterpret_cast<const char*>(next != nullptr ? next : task.pages[p]),
                            block.bytes - block.v};

@@ -65,7 +65,8 @@ struct SpanTask {
     int32_t head_dim;
     const int32_t* valid;  // [num_rows] keys of this span each row sees, 1..256, never falling
     const uint8_t* const* pages;  // page blocks of the span, ceil(valid[num_rows - 1] / 32) of them
-    const uint8_t* next;          // page block that the caller reads after these, or null
+    const uint8_t* const* next_pages;  // page blocks that this thread reads after these
+    int32_t num_next;
     KvKind kind;
     bool is_first;   // the span begins at position 0
     float sm_scale;  // 1 / sqrt(head_dim)

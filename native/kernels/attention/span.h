@@ -243,7 +243,7 @@ void span_of(const SpanTask& task) {
         Ahead ahead;
         if (task.num_rows == 1) {
             // The keys and values of a decoding request are read once and come from memory.
-            const uint8_t* next = p + 1 < num_pages ? task.pages[p + 1] : task.next;
+            const uint8_t* next = p + 1 < num_pages ? task.pages[p + 1] : nullptr;
             ahead = {reinterpret_cast<const char*>(task.pages[p] + block.v),
                      reinterpret_cast<const char*>(next != nullptr ? next : task.pages[p]),
                      block.bytes - block.v};
@@ -272,8 +272,14 @@ void span_of(const SpanTask& task) {
     const int32_t whole_pages = task.valid[0] / kPageTokens;
     const auto multiply = [&](auto codes, auto* scratch) {
         for (int32_t p = 0; p < whole_pages; ++p) {
+            // The keys that come next: while the values, which are here, are multiplied.
+            Ahead ahead;
+            if (p < task.num_next) {
+                const char* keys = reinterpret_cast<const char*>(task.next_pages[p]);
+                ahead = {keys, keys + block.v / 2, block.v / 2};
+            }
             Isa::product(num_q, scores + p * kPageTokens, kScoreStride, codes(p), dim,
-                         kPageTokens / 2, task.o, dim, p > 0, {});
+                         kPageTokens / 2, task.o, dim, p > 0, ahead);
         }
         last_pages<Isa>(task, whole_pages, scores, kScoreStride, scratch, codes);
     };
