@@ -410,6 +410,9 @@ void bind_model(nb::module_& m) {
              nb::sig("def sample(self, inputs: Sequence[object]) -> list[tuple[list[int], "
                      "list[tuple[int, float, int, list[int], list[float]]] | None]]"))
         .def_prop_ro("num_logits", &Model::num_logits)
+        .def("nonfinite_logits", &Model::nonfinite_logits,
+             nb::sig("def nonfinite_logits(self) -> list[int]"),
+             "Rows of the last step's logits whose hidden state holds infinity or NaN.")
         .def(
             "logits",
             [](nb::handle_t<Model> self) {

@@ -9,12 +9,22 @@
 
 #include "core/fp_state.h"
 #include "kernels/embedding/embedding.h"
+#include "kernels/math/scalar.h"
 #include "kernels/quantize/kv_codes.h"
 
 namespace trivet {
 namespace {
 
 constexpr int32_t kBlock = 16;  // output channels of a block of packed weights
+
+// Neither infinity nor NaN: not all bits of the exponent are set.
+bool is_finite(const float* values, int32_t count) {
+    uint32_t found = 0;
+    for (int32_t i = 0; i < count; ++i) {
+        found |= static_cast<uint32_t>((float_bits(values[i]) & 0x7f800000u) == 0x7f800000u);
+    }
+    return found == 0;
+}
 
 int32_t round_up(int32_t value, int32_t multiple) {
     return (value + multiple - 1) / multiple * multiple;
@@ -303,6 +313,7 @@ void Model::forward(const Step& step, Arena& arena, const std::vector<Tap>& taps
     check(step, arena);
     const bool with_head = step.layer_end == num_layers();
     num_logits_ = 0;
+    nonfinite_logits_.clear();
     reserve(step);
     plan_attention(step);
     ++forward_count_;
@@ -340,6 +351,12 @@ void Model::forward(const Step& step, Arena& arena, const std::vector<Tap>& taps
         run_linear(linears_[static_cast<size_t>(head_)], 0, step.num_logits, step.logit_rows,
                    logits_.data(), weights_.vocab, taps);
         num_logits_ = step.num_logits;
+        for (int32_t i = 0; i < step.num_logits; ++i) {
+            if (!is_finite(hidden_.data() + int64_t{step.logit_rows[i]} * weights_.hidden,
+                           weights_.hidden)) {
+                nonfinite_logits_.push_back(i);
+            }
+        }
     } else if (step.hidden_out != nullptr && step.num_rows > 0) {
         std::memcpy(step.hidden_out, hidden_.data(),
                     sizeof(float) * static_cast<size_t>(step.num_rows) * weights_.hidden);

@@ -104,6 +104,8 @@ class Model {
     // Logits of the last step, [num_logits()][vocab].
     const float* logits() const { return logits_.data(); }
     int32_t num_logits() const { return num_logits_; }
+    // The rows of logits() whose hidden state holds infinity or NaN, ascending: they mean nothing.
+    const std::vector<int32_t>& nonfinite_logits() const { return nonfinite_logits_; }
 
     // Nanoseconds of the calling thread in each class of operation, waiting left out, and what it
     // waited in all of them, since reset. Without timers no clock is read and nothing is counted.
@@ -243,6 +245,7 @@ class Model {
     bool fused_ = false;  // each attention item writes its own rows' KV
 
     int32_t num_logits_ = 0;
+    std::vector<int32_t> nonfinite_logits_;
     uint64_t forward_count_ = 0;
     std::array<uint64_t, kNumOpClasses> times_ns_{};
     uint64_t wait_ns_ = 0;

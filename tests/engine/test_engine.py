@@ -261,6 +261,38 @@ def test_deadline_ends_a_request_with_an_error(make_driver: MakeDriver, deadline
     assert outcomes["b"].token_ids == []
 
 
+@pytest.mark.parametrize("drafted", [False, True])
+def test_values_that_overflow_end_a_request_with_an_error(drafted: bool) -> None:
+    """Tokens before the overflow are sent; none is drawn from it, drafts or not."""
+    request = make_request("r", PROMPT, max_tokens=30, ignore_eos=True, logprobs=0)
+    whole = run_alone(request).token_ids
+    short = make_request("short", PROMPT[:5], max_tokens=12, ignore_eos=True)
+    truth = {"r": PROMPT + whole, "short": PROMPT[:5] + run_alone(short).token_ids}
+    drafter = OracleDrafter(truth) if drafted else None
+    driver = Driver(make_config(draft_tokens=4), drafter, ToyRunner(overflows_at=len(PROMPT) + 9))
+    driver.add(request)
+    driver.add(short)
+    outcomes = driver.run()
+    assert outcomes["r"].token_ids == whole[:10]
+    assert len(outcomes["r"].logprobs) == 10
+    event = outcomes["r"].terminal
+    assert isinstance(event, ErrorEvent)
+    assert event.code == "not_finite"
+    assert "10 output tokens" in event.message
+    assert outcomes["short"].finished.reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("fields", [{"max_tokens": 4}, {"max_tokens": 0, "prompt_logprobs": 0}])
+@pytest.mark.parametrize("position", [7, len(PROMPT) - 1])
+def test_a_prompt_that_overflows_has_no_answer(fields: dict[str, object], position: int) -> None:
+    driver = Driver(runner=ToyRunner(overflows_at=position))
+    driver.add(make_request("r", PROMPT, **fields))
+    outcome = driver.run()["r"]
+    assert isinstance(outcome.terminal, ErrorEvent)
+    assert outcome.token_ids == []
+    assert outcome.prompt_logprobs is None
+
+
 def test_deadline_frees_pages_before_the_step_that_follows(make_driver: MakeDriver) -> None:
     driver = make_driver()
     driver.add(make_request("a", PROMPT, max_tokens=400, ignore_eos=True, deadline=5.0))

@@ -120,6 +120,28 @@ def test_layer_ranges_compose_to_the_whole() -> None:
     assert_bits_equal(runs.model.logits(), logits_of(packed, tokens))
 
 
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("format", ["bf16", "w8a8", "w4a8-g32"])
+def test_rows_that_overflow_are_named(format: str, value: float) -> None:
+    """Rows before a broken one are sound and keep their bits."""
+    packed = _model(format)[0]
+    tokens = random_tokens(9)
+    runs = Runs(packed)
+    base = StepInput(
+        tokens, np.array([[0, 9, 0, 0]], np.int32), runs.tables, np.array([0, 3, 4], np.int32)
+    )
+    hidden = runs.model.forward(dataclasses.replace(base, layers=(0, 1)), runs.arena)
+    assert hidden is not None
+    last = dataclasses.replace(base, layers=(1, 2), hidden=hidden)
+    runs.model.forward(last, runs.arena)
+    assert runs.model.nonfinite_logits() == []
+    sound = runs.model.logits()
+    hidden[4, 17] = value
+    runs.model.forward(last, runs.arena)
+    assert runs.model.nonfinite_logits() == [2]
+    assert_bits_equal(runs.model.logits()[:2], sound[:2])
+
+
 def test_progress_is_visible_in_the_arena() -> None:
     runs = Runs(_model("bf16")[0])
     assert runs.arena.progress(0) == (0, 0)

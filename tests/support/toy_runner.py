@@ -101,6 +101,7 @@ class ToyRunner:
     """The toy model.
 
     step_seconds   slept in every forward call, for tests that need a slow model
+    overflows_at   the first position whose hidden state is not finite; None: all are
     """
 
     def __init__(
@@ -110,12 +111,15 @@ class ToyRunner:
         *,
         seed: int = 0,
         step_seconds: float = 0.0,
+        overflows_at: int | None = None,
     ) -> None:
         self._vocab_size = vocab_size
         self._max_positions = max_positions
         self._seed = np.uint64(seed)
         self._logits: Float32 = np.zeros((0, vocab_size), np.float32)
         self.step_seconds = step_seconds
+        self._overflows_at = overflows_at
+        self._nonfinite: list[int] = []
         self.num_steps = 0
         self.rows_of_steps: list[int] = []
         self.logit_rows_of_steps: list[int] = []
@@ -157,6 +161,7 @@ class ToyRunner:
         self.rows_of_steps.append(len(step.tokens))
         self.logit_rows_of_steps.append(len(step.logit_rows))
         states = np.zeros(len(step.tokens), np.uint64)
+        row_positions = np.zeros(len(step.tokens), np.int64)
         for first_row, count, start, table in step.segments.tolist():
             rows = slice(first_row, first_row + count)
             end = start + count
@@ -174,7 +179,11 @@ class ToyRunner:
             read_back = arena.values[pages, offsets]
             attended = np.cumsum(_mix(read_back + positions.astype(np.uint64)), dtype=np.uint64)
             states[rows] = attended[start:]
+            row_positions[rows] = positions[start:]
         self._logits = self._head(states[step.logit_rows], step.tokens[step.logit_rows])
+        if self._overflows_at is not None:
+            is_beyond = row_positions[step.logit_rows] >= self._overflows_at
+            self._nonfinite = np.flatnonzero(is_beyond).tolist()
         return None
 
     def _check_step(self, step: StepInput) -> None:
@@ -226,6 +235,9 @@ class ToyRunner:
         if top is None:
             return SampleResult(token_ids, None)
         return SampleResult(token_ids, self.token_logprobs(item.first_logit, token_ids, top))
+
+    def nonfinite_logits(self) -> list[int]:
+        return self._nonfinite
 
     def token_logprobs(self, first_logit: int, token_ids: Sequence[int], top: int) -> list[Logprob]:
         entries = []

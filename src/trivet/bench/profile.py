@@ -152,6 +152,9 @@ class ProfiledRunner:
         self._num_logits = len(step.logit_rows)
         return hidden
 
+    def nonfinite_logits(self) -> Sequence[int]:
+        return self._inner.nonfinite_logits()
+
     def sample(self, inputs: Sequence[SampleInput]) -> list[SampleResult]:
         begin = time.perf_counter()
         results = self._inner.sample(inputs)

@@ -10,6 +10,7 @@ all its pages are back in the ledger (I4).
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -48,6 +49,7 @@ class _Drawn(NamedTuple):
     num_known   known tokens computed (1 for a decode, the chunk's length for a prefill)
     draft       tokens verified after them
     token_ids   drawn tokens, 1 + accepted; none for a request that wants no output
+    is_broken   the logits that follow them, or ones of the prompt, mean nothing
     """
 
     state: RequestState
@@ -55,6 +57,7 @@ class _Drawn(NamedTuple):
     draft: Sequence[int]
     token_ids: list[int]
     logprobs: list[Logprob]
+    is_broken: bool
 
 
 class Engine:
@@ -269,11 +272,19 @@ class Engine:
             if state.rule.max_output_len
         ]
         results = iter(self._runner.sample(inputs) if inputs else ())
+        broken = self._runner.nonfinite_logits()
         drawn = []
-        for state, num_known, draft, _ in ready:
+        for state, num_known, draft, logit in ready:
             result = next(results) if state.rule.max_output_len else _NOTHING
-            logprobs = result.logprobs or []
-            drawn.append(_Drawn(state, num_known, draft, result.token_ids, logprobs))
+            token_ids, logprobs = result.token_ids, result.logprobs or []
+            is_broken = state.is_broken
+            if broken:
+                # Nothing from the first broken row on was drawn from the model.
+                count = bisect.bisect_left(broken, logit)
+                if count < len(broken) and broken[count] < logit + max(1, len(token_ids)):
+                    token_ids = token_ids[: broken[count] - logit]
+                    is_broken = True
+            drawn.append(_Drawn(state, num_known, draft, token_ids, logprobs, is_broken))
         return drawn
 
     def _score(self, chunk: PrefillChunk, first_logit: int) -> None:
@@ -281,6 +292,8 @@ class Engine:
         entries = state.prompt_logprobs
         if entries is None or chunk.num_scored == 0:
             return
+        scored = range(first_logit, first_logit + chunk.num_scored)
+        state.is_broken |= any(row in scored for row in self._runner.nonfinite_logits())
         top = state.request.params.prompt_logprobs
         assert top is not None, "prompt log-probabilities are collected but were not asked for"
         targets = state.token_ids[len(entries) : len(entries) + chunk.num_scored]
@@ -298,6 +311,9 @@ class Engine:
         """Apply one request's run; True: it ended."""
         state = drawn.state
         position = len(state.token_ids)
+        if drawn.is_broken and (state.is_broken or not drawn.token_ids):
+            self._end(state, _broken_event(state))
+            return True
         run = commit_run(drawn.token_ids, position - state.prompt_len, state.rule)
         token_ids = drawn.token_ids[: run.num_tokens]
         state.token_ids.extend(token_ids)
@@ -316,10 +332,12 @@ class Engine:
                 state, token_ids, len(drawn.draft), min(num_accepted, len(token_ids))
             )
         self._emit_tokens(state, position, token_ids, drawn.logprobs)
-        if run.reason is None:
+        if run.reason is None and not drawn.is_broken:
             self._slots.advance(state)
             return False
-        self._end(state, _finished_event(state, run, now))
+        self._end(
+            state, _broken_event(state) if run.reason is None else _finished_event(state, run, now)
+        )
         return True
 
     def _observe_draft(
@@ -461,6 +479,15 @@ def _check_config(runner: ModelRunner, arena: Arena, config: EngineConfig) -> No
         raise ConfigError("max_step_tokens", config.max_step_tokens, allowed)
     page_tokens = arena.geometry.page_tokens
     assert page_tokens == PAGE_TOKENS, f"pages of {page_tokens} tokens, expected {PAGE_TOKENS}"
+
+
+def _broken_event(state: RequestState) -> ErrorEvent:
+    return ErrorEvent(
+        request_id=state.request.request_id,
+        code="not_finite",
+        message=f"the model's values overflowed after {state.output_len} output tokens: "
+        "infinity or NaN in the hidden state",
+    )
 
 
 def _finished_event(state: RequestState, run: CommittedRun, now: float) -> FinishedEvent:

@@ -33,6 +33,7 @@ class RequestState:
     slot                 row of the step arrays while running, None while waiting
     prompt_logprobs      entries so far while they are being collected; None: not asked for, or sent
     is_announced         the first event, which carries cached_len, has been sent
+    is_broken            logits of the prompt that were asked for come from infinity or NaN
     """
 
     request: Request
@@ -51,6 +52,7 @@ class RequestState:
     num_chunks: int = 0
     slot: int | None = None
     is_announced: bool = False
+    is_broken: bool = False
     is_finished: bool = False
 
     @property

@@ -130,6 +130,12 @@ class ModelRunner(Protocol):
     def logits(self) -> Float32:
         """A copy of the last step's logits, float32 [L, V]."""
 
+    def nonfinite_logits(self) -> Sequence[int]:
+        """Rows of the last step's logits whose hidden state holds infinity or NaN, ascending.
+
+        Weights that are all finite can overflow on the way; such logits mean nothing.
+        """
+
     def new_sampler(
         self, params: SamplingParams, choice_index: int, prompt_ids: Sequence[int]
     ) -> SamplerState:

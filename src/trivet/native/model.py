@@ -302,6 +302,9 @@ class NativeModel:
     def logits(self) -> Float32:
         return self._native.logits().copy()
 
+    def nonfinite_logits(self) -> list[int]:
+        return self._native.nonfinite_logits()
+
     def new_sampler(
         self, params: SamplingParams, choice_index: int, prompt_ids: Sequence[int]
     ) -> _core.SamplerState:
