@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ import pytest
 from support.engine_driver import assert_idle
 from support.toy_model import load_toy_model
 from trivet.errors import ConfigError, EngineError, RequestError
-from trivet.llm import LLM, GenerationOutput
+from trivet.llm import LLM, GenerationOutput, _Turns
 from trivet.request import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, seed=1, ignore_eos=True)
@@ -76,6 +79,69 @@ def test_stream_adds_up_to_generate(llm: LLM) -> None:
     last = deltas[-1].output
     assert last is not None
     assert last.text == whole.text
+
+
+def test_other_calls_between_deltas_take_nothing_from_a_stream(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    [whole] = llm.generate("once upon", params)
+    first, second = llm.stream("once upon", params), llm.stream("once upon", params)
+    begun = [next(first), next(second)]
+    llm.generate("the end", params)  # runs both to their ends
+    for delta, stream in zip(begun, (first, second), strict=True):
+        deltas = [delta, *stream]
+        assert deltas[-1].finish_reason == whole.finish_reason
+        assert "".join(delta.text for delta in deltas) == whole.text
+        assert [i for delta in deltas for i in delta.token_ids] == whole.token_ids
+
+
+def test_threads_share_an_llm(llm: LLM) -> None:
+    """Requests of several threads run together, and each has the tokens that it has alone."""
+    prompts = ["once upon", "a time", "the end", "of days"]
+    params = SamplingParams(max_tokens=10, temperature=0.8, seed=3, ignore_eos=True)
+    expected = [output.token_ids for output in llm.generate(prompts, params)]
+
+    def run(prompt: str) -> list[list[int]]:
+        found = [llm.generate(prompt, params)[0].token_ids]
+        found.append([i for delta in llm.stream(prompt, params) for i in delta.token_ids])
+        return found
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        for _ in range(3):
+            for ids, both in zip(expected, pool.map(run, prompts), strict=True):
+                assert both == [ids, ids]
+
+
+def test_a_thread_that_waits_gets_the_next_turn() -> None:
+    turns = _Turns()
+    order = []
+
+    def take() -> None:
+        with turns:
+            order.append("other")
+
+    thread = threading.Thread(target=take)
+    with turns:
+        with turns:
+            thread.start()
+        while not turns._next.locked():
+            time.sleep(0.001)
+    with turns:
+        order.append("this")
+    thread.join()
+    assert order == ["other", "this"]
+
+
+def test_closing_from_another_thread_ends_a_call_with_its_reason() -> None:
+    model = LLM("toy", max_model_len=256)
+    closer = threading.Thread(target=model.close)
+
+    def close(_: int) -> None:
+        if closer.ident is None:
+            closer.start()
+
+    with pytest.raises(EngineError, match="closed"):
+        model.generate("once", SamplingParams(max_tokens=200, ignore_eos=True), progress=close)
+    closer.join()
 
 
 def test_leaving_a_stream_cancels_the_request(llm: LLM) -> None:

@@ -1,7 +1,7 @@
 """`trivet.LLM`: a model in this process, from texts or token ids to texts.
 
 The same engine and text rules as behind the server, so the same request and seed give the same token
-ids. One LLM is used from one thread at a time.
+ids. Several threads may use one LLM: their requests run together, step by step.
 
     with LLM("demo", weights="w8a8") as llm:
         [answer] = llm.generate("The capital of France is", SamplingParams(temperature=0.0))
@@ -14,6 +14,7 @@ import dataclasses
 import itertools
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -196,6 +197,30 @@ class _Choice:
         self.deltas.append(StreamDelta(tail, [], reason.value, self.output))
 
 
+class _Turns:
+    """A reentrant lock that a thread cannot take twice while another waits: no caller starves."""
+
+    def __init__(self) -> None:
+        self._next = threading.Lock()  # held by the thread that waits for its turn
+        self._turn = threading.Lock()
+        self._owner: int | None = None
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        if self._owner != me:
+            with self._next:
+                self._turn.acquire()
+            self._owner = me
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._owner = None
+            self._turn.release()
+
+
 class LLM:
     """A model in this process.
 
@@ -209,6 +234,8 @@ class LLM:
     memory_utilization  share of the memory that is left; or ``kv_bytes``
     draft, draft_tokens speculation: ``off`` or ``ngram``, and the most tokens drafted in a step
     progress            called with (what, done, total) while the model is packed for the first time
+
+    Several threads may call one LLM: whoever waits runs the steps of all.
 
     Raises ConfigError: a setting is out of range or the model does not fit into memory;
     CheckpointError: the model cannot be read.
@@ -268,6 +295,7 @@ class LLM:
         self._choices: dict[str, _Choice] = {}
         self._ids = itertools.count()
         self._is_closed = False
+        self._lock = _Turns()  # of the engine and of what its events change
 
     def __enter__(self) -> LLM:
         return self
@@ -282,15 +310,16 @@ class LLM:
 
     def close(self) -> None:
         """Cancel what is running and give the memory back. Safe to call twice."""
-        if self._is_closed:
-            return
-        for request_id in list(self._choices):
-            self._engine.abort(request_id)
-        while self._engine.has_work:
-            self._engine.step(time.monotonic())
-        self._choices.clear()
-        self._is_closed = True
-        del self._engine, self._arena, self._model
+        with self._lock:
+            if self._is_closed:
+                return
+            for request_id in list(self._choices):
+                self._engine.abort(request_id)
+            while self._engine.has_work:
+                self._engine.step(time.monotonic())
+            self._choices.clear()
+            self._is_closed = True
+            del self._engine, self._arena, self._model
 
     @property
     def kv(self) -> str:
@@ -335,8 +364,7 @@ class LLM:
                 seeded = self._seeded(one)
                 ids = self._prompt_ids(prompt)
                 choices += [self._add(ids, seeded, stop, index) for index in range(n)]
-            while not all(choice.is_done for choice in choices):
-                produced = self._step()
+            while (produced := self._step(choices)) is not None:
                 if progress is not None:
                     progress(produced)
         except BaseException:
@@ -380,15 +408,18 @@ class LLM:
         self._check_open()
         choice = self._add(self._prompt_ids(prompt), self._seeded(params), stop, 0)
         try:
-            while not choice.is_done:
-                self._check_open()
-                self._step()
-                yield from self._drain(choice)
+            while True:
+                with self._lock:
+                    self._step([choice])
+                    is_done = choice.is_done
+                    deltas, choice.deltas = choice.deltas, []
+                yield from deltas
+                if is_done:
+                    break
             if choice.error is not None:
                 raise choice.error
         finally:
-            if not self._is_closed:
-                self._cancel([choice])
+            self._cancel([choice])
 
     def score(self, prompts: Prompt | Sequence[Prompt]) -> list[list[float | None]]:
         """Log-probability of every token of each prompt given the tokens before it; the first None."""
@@ -464,28 +495,33 @@ class LLM:
             raise RequestError("stop: an empty string; leave it out to have none", "stop")
         stream = TextStream(tokenizer.detokenizer(), stops, ends)
         choice = _Choice(request, stream, self._finish)
-        self._engine.add(request, time.monotonic())
-        self._choices[request.request_id] = choice
+        with self._lock:
+            self._check_open()
+            self._engine.add(request, time.monotonic())
+            self._choices[request.request_id] = choice
         return choice
 
     def _finish(self, request_id: str, output_len: int) -> None:
         self._engine.finish(request_id, output_len, time.monotonic())
 
-    def _step(self) -> int:
-        """Run one engine step and hand its events out; returns the number of tokens it produced."""
-        assert self._engine.has_work, "a request waits for an idle engine"
-        produced = 0
-        for event in self._engine.step(time.monotonic(), time.monotonic):
-            choice = self._choices.get(event.request_id)
-            if choice is not None:
-                choice.handle(event)
-                if isinstance(event, TokensEvent):
-                    produced += len(event.token_ids)
-        return produced
+    def _step(self, choices: Sequence[_Choice]) -> int | None:
+        """Run one engine step and hand its events out to all requests, whoever added them.
 
-    def _drain(self, choice: _Choice) -> Iterator[StreamDelta]:
-        deltas, choice.deltas = choice.deltas, []
-        yield from deltas
+        Returns the number of tokens it produced; None, and no step, when ``choices`` are done.
+        """
+        with self._lock:
+            self._check_open()
+            if all(choice.is_done for choice in choices):
+                return None
+            assert self._engine.has_work, "a request waits for an idle engine"
+            produced = 0
+            for event in self._engine.step(time.monotonic(), time.monotonic):
+                choice = self._choices.get(event.request_id)
+                if choice is not None:
+                    choice.handle(event)
+                    if isinstance(event, TokensEvent):
+                        produced += len(event.token_ids)
+            return produced
 
     def _take(self, choice: _Choice) -> GenerationOutput:
         self._choices.pop(choice.request.request_id, None)
@@ -495,10 +531,13 @@ class LLM:
         return choice.output
 
     def _cancel(self, choices: Sequence[_Choice]) -> None:
-        for choice in choices:
-            self._choices.pop(choice.request.request_id, None)
-            if not choice.is_done:
-                self._engine.abort(choice.request.request_id)
+        with self._lock:
+            if self._is_closed:
+                return
+            for choice in choices:
+                self._choices.pop(choice.request.request_id, None)
+                if not choice.is_done:
+                    self._engine.abort(choice.request.request_id)
 
 
 def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
