@@ -189,6 +189,28 @@ def test_token_bytes_join_to_the_text(tiny: Tokenizer) -> None:
     assert b"".join(map(tiny.token_bytes, tiny.encode(text))) == text.encode()
 
 
+def test_a_long_text_has_the_same_ids_and_lets_other_threads_run(
+    tiny: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`encode` of the library keeps every other thread waiting, `encode_batch` does not."""
+    text = "The cat sat on the mat, and the hat. " * 1000
+    expected = tiny._backend.encode(text).ids
+
+    class Backend:
+        def encode(self, *_: object, **__: object) -> None:
+            raise AssertionError("the text is long")
+
+        encode_batch = tiny._backend.encode_batch
+
+    monkeypatch.setattr(tiny, "_backend", Backend())
+    assert tiny.encode(text) == expected
+
+
+def test_no_token_is_longer_than_max_token_chars(tiny: Tokenizer) -> None:
+    lengths = [len(tiny.id_to_token(i) or "") for i in range(tiny.vocab_size)]
+    assert tiny.max_token_chars == max(lengths)
+
+
 def test_lone_surrogate_is_a_request_error(tiny: Tokenizer) -> None:
     with pytest.raises(RequestError, match="lone surrogate") as caught:
         tiny.encode("a\ud800b", param="messages")

@@ -288,6 +288,22 @@ def test_prompt_beyond_context_states_both_numbers(http: httpx.Client) -> None:
     assert "512" in error["message"]
 
 
+def test_text_far_beyond_context_is_not_tokenized(http: httpx.Client) -> None:
+    """The toy tokenizer breaks on texts of this length; tokenizing megabytes takes minutes."""
+    text = "x" * 60_000
+    most = str(512 * 10 * 2)
+    for path, body, field in (
+        (TEXT, {"prompt": text}, "prompt"),
+        (TEXT, {"prompt": ["x", text]}, "prompt"),
+        (TOKENIZE, {"prompt": text}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": text}]}, "messages"),
+    ):
+        error = _assert_envelope(http.post(path, json=body), 400)
+        assert (error["param"], error["code"]) == (field, "context_length_exceeded")
+        assert most in error["message"]
+        assert "512" in error["message"]
+
+
 def test_other_model_is_404(http: httpx.Client) -> None:
     error = _assert_envelope(http.post(TEXT, json={"model": "gpt-4", "prompt": "x"}), 404)
     assert (error["param"], error["code"]) == ("model", "model_not_found")

@@ -78,8 +78,11 @@ class ToyTokenizer:
     eos_ids = frozenset({EOS})
     bos_id = None
     chat_template = "toy"
+    max_token_chars = 10
+    longest_encoded = 40_000  # a longer text should have been refused before
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        assert len(text) <= self.longest_encoded
         ids = []
         for byte in text.encode():
             ids.append(byte + 1)

@@ -22,6 +22,7 @@ from trivet.errors import CheckpointError, RequestError
 
 BYTE_LEVEL, SENTENCEPIECE = "byte_level", "sentencepiece"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
+_LONG_CHARS = 16_384  # a text that other threads should not wait for
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
@@ -134,8 +135,17 @@ class Tokenizer:
             raise RequestError(
                 f"{param}: the text holds a lone surrogate at character {error.start}", param
             ) from None
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < _LONG_CHARS:
+            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        else:  # the library lets other threads run in this call only
+            [encoding] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
+
+    @functools.cached_property
+    def max_token_chars(self) -> int:
+        """No token stands for more characters of a text than this."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of ids from the start of a text; bytes that are not UTF-8 become U+FFFD."""

@@ -48,6 +48,7 @@ from trivet.worker.frames import Ready
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of the completions API
 _OPEN_PATHS = frozenset({"/health", "/version", "/metrics"})
 _OFFLOAD_CHARS = 16_384  # texts above this are tokenized off the event loop
+_SHRINKING = 2  # characters that a tokenizer may drop or join: spaces, accents
 _OFFLOAD_IDS = 1 << 14
 _MESSAGE_CHARS = 64  # what a template costs for a message, in characters of text
 _OFFLOAD_BYTES = 262_144  # and so are bodies above this
@@ -109,11 +110,23 @@ class Gateway:
                 code="model_not_found",
             )
 
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text, off the event loop when it is long."""
-        front, *_ = self.serving()
+    async def encode(self, text: str, add_special_tokens: bool, field: str) -> list[int]:
+        """Token ids of a text, off the event loop when it is long.
+
+        Raises RequestError: the text of ``field`` is so long that it cannot fit the context, whatever
+        its tokens are; tokenizing it would take minutes and gigabytes.
+        """
+        front, _, _, ready = self.serving()
         if len(text) <= _OFFLOAD_CHARS:
             return front.tokenizer.encode(text, add_special_tokens)
+        most = ready.max_model_len * front.tokenizer.max_token_chars * _SHRINKING
+        if len(text) > most:
+            raise RequestError(
+                f"{field}: {len(text)} characters cannot fit the context of {ready.max_model_len} "
+                f"tokens; at most {most} are tokenized",
+                field,
+                code="context_length_exceeded",
+            )
         return await asyncio.to_thread(front.tokenizer.encode, text, add_special_tokens)
 
     async def encode_chat(
@@ -126,7 +139,7 @@ class Gateway:
             text = await asyncio.to_thread(render, messages, add_generation_prompt)
         else:
             text = render(messages, add_generation_prompt)
-        return await self.encode(text, add_special_tokens)
+        return await self.encode(text, add_special_tokens, "messages")
 
     # --- generations ----------------------------------------------------------------------------
 
@@ -142,7 +155,7 @@ class Gateway:
             if number:
                 await asyncio.sleep(0)  # thousands of prompts do not stop other clients' streams
             if isinstance(item, str):
-                ids = await self.encode(item, body.add_special_tokens is not False)
+                ids = await self.encode(item, body.add_special_tokens is not False, "prompt")
                 prompt = Prompt(ids, item)
             else:
                 protocol.check_token_ids(item, "prompt", ready.vocab_size)
@@ -302,7 +315,7 @@ class Gateway:
         self.check_model(body.model)
         front, _, _, ready = self.serving()
         if body.prompt is not None:
-            ids = await self.encode(body.prompt, body.add_special_tokens is not False)
+            ids = await self.encode(body.prompt, body.add_special_tokens is not False, "prompt")
         else:
             ids = await self.encode_chat(
                 body.template_messages(),

@@ -271,7 +271,9 @@ def parse_json(data: bytes) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise _not_json("is not valid UTF-8") from None
     except json.JSONDecodeError as error:
-        raise _not_json(f"is not valid JSON: {error.msg} at character {error.pos}") from None
+        raise _not_json(
+            f"is not valid JSON: {error.msg.removesuffix(' at')} at character {error.pos}"
+        ) from None
     if not isinstance(value, dict):
         raise _not_json("must be a JSON object")
     return value
