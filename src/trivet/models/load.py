@@ -103,6 +103,13 @@ class Model:
                     f" supported: {', '.join(_READABLE_MATRICES)}",
                     tensor=name,
                 )
+        beyond = self.file_name("attn_norm", self.spec.num_layers)
+        if beyond in self.checkpoint.tensors:
+            raise CheckpointError(
+                self.checkpoint.path,
+                f"is there, but the config asks for {self.spec.num_layers} layers",
+                tensor=beyond,
+            )
 
     def _expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         spec = self.spec
