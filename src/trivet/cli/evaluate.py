@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 @click.option(
     "--baseline",
     metavar="MODEL2|URL2",
-    help="Compare with this one; a URL when the model is one.  [default: MODEL]",
+    help="Compare with this one; a URL when the model is one.  [default: MODEL where "
+    "--baseline-weights or --baseline-kv is given, else nothing is compared]",
 )
 @click.option(
     "--baseline-weights",
@@ -49,7 +50,12 @@ if TYPE_CHECKING:
     type=int,
     help="Tokens scored of each corpus.  [default: 8192, in a fast gate 1280]",
 )
-@click.option("--context", metavar="N", default=1024, help="Tokens of one window.")
+@click.option(
+    "--context",
+    metavar="N",
+    type=int,
+    help="Tokens of one window.  [default: 1024, or as many as the model takes]",
+)
 @click.option(
     "--stride", metavar="N", type=int, help="Tokens between windows.  [default: the context]"
 )
@@ -114,7 +120,7 @@ def evaluate(
     baseline_kv: str | None,
     corpus: list[Path] | None,
     max_tokens: int | None,
-    context: int,
+    context: int | None,
     stride: int | None,
     gate: str | None,
     task: list[str] | None,

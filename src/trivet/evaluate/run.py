@@ -97,7 +97,7 @@ def evaluate_model(
     *,
     corpora: Sequence[str | Path] | None = None,
     max_tokens: int | None = None,
-    context: int = CONTEXT,
+    context: int | None = None,
     stride: int | None = None,
     gate: str | GateOptions | None = None,
     loading: Progress | None = None,
@@ -109,6 +109,7 @@ def evaluate_model(
 
     corpora     text files, or names of built-in corpora; None: the two built-in ones
     max_tokens  tokens scored of each corpus; None: 8192, or what the gate's size says
+    context     tokens of one window; None: 1024, or as many as the models take
     stride      tokens from one window to the next; None: the context
     gate        ``fast``, ``full`` or all the options of a gate: run its checks and judge them
     progress    called with (tokens scored, all tokens) when there is no gate
@@ -126,9 +127,8 @@ def evaluate_model(
             "baseline", baseline.model, f"{allowed}, as MODEL is; `trivet serve` gives one a URL"
         )
     started = time.monotonic()
-    stride = context if stride is None else stride
     texts = load_corpora(corpora)
-    room = _room(options, context)
+    room = _room(options, context or CONTEXT)
     with contextlib.ExitStack() as stack:
         model = stack.enter_context(_open(config, loading, room))
         base = None
@@ -137,6 +137,10 @@ def evaluate_model(
             if baseline != config:
                 base = stack.enter_context(_open(baseline, loading, room, keep=options is not None))
             _check_comparable(model, base, baseline.model, is_gated=options is not None)
+        if context is None:
+            context = min(one.max_tokens for one in (model, base) if one is not None)
+            context = min(context, CONTEXT)
+        stride = context if stride is None else stride
         details = None
         if options is not None and base is not None:
             details = _gate(model, base, texts, options, context, stride, on_check, started)
