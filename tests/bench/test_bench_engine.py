@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -144,3 +146,34 @@ def test_little_memory_makes_requests_wait(tiny_model: Path) -> None:
 def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="absent"):
         bench_engine(_config(tmp_path / "absent"), EngineBench())
+
+
+_INTERRUPTED = """
+import os, signal, subprocess, sys
+from trivet.bench.process import EngineProcess
+from trivet.config import ModelConfig
+
+start = subprocess.Popen
+def interrupt(*arguments, **options):
+    process = start(*arguments, **options)
+    os.killpg(os.getpgrp(), signal.SIGINT)
+    return process
+subprocess.Popen = interrupt
+try:
+    EngineProcess(ModelConfig(model=sys.argv[1]))
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_an_interrupt_of_the_group_leaves_the_child_to_its_parent(tiny_model: Path) -> None:
+    """A terminal interrupts the whole group; the child must not print a traceback of its imports."""
+    done = subprocess.run(
+        [sys.executable, "-c", _INTERRUPTED, str(tiny_model)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        start_new_session=True,
+        check=False,
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("interrupted\n", "", 0)

@@ -37,7 +37,9 @@ class EngineProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            process_group=0,  # an interrupt of the terminal goes to the parent alone
         )
+        self._is_calling = False
         try:
             fields = dataclasses.asdict(config)
             fields["kv"] = config.kv.value
@@ -63,6 +65,7 @@ class EngineProcess:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
+        self._is_calling = True
         try:
             stdin.write(json.dumps({"call": name, **arguments}) + "\n")
             stdin.flush()
@@ -71,6 +74,7 @@ class EngineProcess:
         line = stdout.readline()
         if not line:
             raise self._died()
+        self._is_calling = False
         answer = json.loads(line)
         if "error" in answer:
             raise _rebuild(answer)
@@ -80,7 +84,9 @@ class EngineProcess:
         return EngineError(f"the measured process ended with status {self._process.wait()}")
 
     def close(self) -> None:
-        """End the child and wait for it."""
+        """End the child and wait for it; one that still works on a call is killed."""
+        if self._is_calling:
+            self._process.kill()
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None and not stream.closed:
                 with contextlib.suppress(BrokenPipeError):
