@@ -191,6 +191,15 @@ def test_evaluate_against_itself_and_a_baseline(
 
 
 @pytest.mark.usefixtures("small_gate")
+def test_windows_are_as_long_as_a_short_model_takes(
+    tiny_gguf: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The context of this model is half of the window that other models are measured with."""
+    words = ("evaluate", tiny_gguf, "--max-tokens", "600")
+    assert _run(capsys, *words)["overall"] == _run(capsys, *words, "--context", "512")["overall"]
+    assert main([*map(str, words), "--context", "513"]) == 2
+
+
 def test_a_gate_that_does_not_pass_exits_1(
     tiny_gguf: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
