@@ -6,15 +6,19 @@ import dataclasses
 import functools
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from trivet.config import ModelConfig
+from trivet.config import ModelConfig, WeightFormat
 from trivet.evaluate.checks import identity, weights
 from trivet.evaluate.corruptions import CORRUPTIONS, corrupted
 from trivet.evaluate.results import Finding
 from trivet.evaluate.sensitivity import measure_sensitivity
 from trivet.evaluate.subject import LocalSubject
 from trivet.loader import LoadedModel, load_model
+from trivet.native.reference_linear import to_bf16
+from trivet.native.weights import WeightTensor
+from trivet.quant.rtn import convert
 
 TEXT_IDS = [(7 * at) % 300 + 3 for at in range(96)]
 
@@ -58,6 +62,25 @@ def test_the_smallest_damage_is_found(folder: Path, kind: str, form: str) -> Non
     assert Finding.REJECT in [check.finding for check in found], found
     whole = weights.check(model, base, TEXT_IDS)  # the file itself is as it was
     assert whole.finding is Finding.PASS, whole.reason
+
+
+def test_a_group_of_small_weights_is_held_against_its_own_scale() -> None:
+    """Off by one in a group a tenth as large as the others, whose scale is small beside them."""
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal((64, 128)).astype(np.float32)
+    values[5, 32:64] *= 0.1
+    good = convert(values, WeightFormat.parse("w8a8-g32")).weight
+    assert good.scales is not None
+    assert good.scales[5, 1] < 0.01
+    broken = dataclasses.replace(good, codes=good.codes.copy())
+    broken.codes[5, 32:64] = np.minimum(broken.codes[5, 32:64], 126) + 1
+    wanted = WeightTensor(WeightFormat.parse("bf16"), to_bf16(values))
+    ones = np.ones(128, np.float32)
+    for weight, is_sound in ((good, True), (broken, False)):
+        found = weights._Audit()
+        _, rms, mean = weights._errors(weight, wanted, ones, (np.ones(64, np.float32), ones))
+        weights._find_outliers(found, "w", rms, mean, weights._FLOORS[8])
+        assert (found.faults == []) == is_sound
 
 
 def test_an_embedding_stored_twice_is_no_damage(folder: Path) -> None:

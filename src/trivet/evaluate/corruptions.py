@@ -29,6 +29,7 @@ from trivet.native.weights import WeightTensor, dequantize, hadamard_width
 from trivet.quant.rtn import convert
 
 _ALIGN = 4096
+_CUT_TEXT = "In 1984 it's 3.14 of x86_64, isn't it?"
 
 
 def corrupted(model: LoadedModel, kind: str, seed: int) -> LoadedModel:
@@ -270,16 +271,30 @@ def _bos(d: _Damage) -> None:
 
 
 def _pre_tokenizer(d: _Damage) -> None:
-    """Numbers and words are cut as another model does."""
+    """Numbers and words are cut as another model does: the first such cut that changes any ids.
+
+    A vocabulary without numbers of several digits, for one, does not need its rule for digits.
+    """
     content = json.loads(d.tokenizer.data.json)
     found = content.get("pre_tokenizer")
-    if found is not None and found["type"] == "Sequence":
-        found["pretokenizers"] = found["pretokenizers"][1:]
-    elif found is not None and found["type"] == "ByteLevel":
-        found["add_prefix_space"] = not found["add_prefix_space"]
-    else:
-        content["pre_tokenizer"] = {"type": "Digits", "individual_digits": True}
-    d.change_tokenizer(json=json.dumps(content))
+    stages = (
+        found["pretokenizers"] if found is not None and found["type"] == "Sequence" else [found]
+    )
+    stages = [stage for stage in stages if stage is not None]
+    digits = {"type": "Digits", "individual_digits": True}
+    spaces = [
+        {**stage, "add_prefix_space": not stage["add_prefix_space"]}
+        if stage["type"] == "ByteLevel"
+        else stage
+        for stage in stages
+    ]
+    before = d.tokenizer.encode(_CUT_TEXT)
+    for other in (stages[1:], [digits, *stages], spaces):
+        one = {"type": "Sequence", "pretokenizers": other} if other else None
+        d.change_tokenizer(json=json.dumps(content | {"pre_tokenizer": one}))
+        if d.tokenizer.encode(_CUT_TEXT) != before:
+            return
+    raise ValueError("no other way of cutting texts changes this tokenizer's ids")
 
 
 def _normalizer(d: _Damage) -> None:

@@ -47,6 +47,10 @@ _MEAN_LIMIT, _MEAN_SPREADS = 0.4, 7.5  # of the mean error in scales, and robust
 # baseline's own rounding to bf16 is up to a quarter of an 8-bit scale.
 _FLOORS = {4: 0.6, 8: 0.8}
 _FLOAT_FLOOR = 0.06  # the same in root mean squares of the group, where there are no scales
+# The smallest unit an error is held against: a share of the tensor's root mean square, and a value.
+# Scales of k-quants, which come as float32, have few bits themselves, and small ones are far off;
+# float16 has its 11 bits down to the value here.
+_LEAST_UNITS = {False: (0.01, 1e-30), True: (0.001, 6.2e-5)}
 _GAINS_FROM = 0.2  # relative error of a tensor from which gains are looked for
 _UNLIKE = 0.6  # relative error from which a tensor is another one
 _SAMPLE_ROWS = 48  # of each tensor, for the error on activations
@@ -379,8 +383,8 @@ def _group_errors(
             spread = grouped(np.broadcast_to(columns, (n, k)).astype(np.float32))
             scales = scales / np.maximum(np.abs(spread).mean(axis=2), 1e-30)
         unit = scales / np.maximum(rows[start:end, None], 1e-30)
-    floor = 0.01 * math.sqrt(total / kept.size) + 1e-30
-    unit = np.maximum(unit, floor)
+    share, least = _LEAST_UNITS[weight.scales is not None and weight.scales.dtype == np.float16]
+    unit = np.maximum(unit, share * math.sqrt(total / kept.size) + least)
     error_total = float(squares.sum(dtype=np.float64))
     return (
         (rms / unit).astype(np.float32, copy=False),
