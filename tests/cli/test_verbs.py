@@ -131,6 +131,14 @@ def test_generate_logprobs_and_stop(tiny_model: Path, capsys: pytest.CaptureFixt
     assert (cut["finish_reason"], cut["stop_string"]) == ("stop", stop)
 
 
+def test_a_text_that_the_context_ended_is_noted(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["generate", str(tiny_model), "--prompt", "the dog", "--ignore-eos"]
+    assert main([*words, "--max-tokens", "100", "--max-model-len", "20"]) == 0
+    assert "the context of 20 tokens ended the text" in capsys.readouterr().err
+
+
 def test_text_goes_to_standard_output(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["generate", str(tiny_model), "--prompt", "the dog", "--max-tokens", "6"]
     text = _run(capsys, *words)["text"]

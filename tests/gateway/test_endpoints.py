@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import json
 import re
+from http.client import HTTPConnection
 
 import httpx
 import pytest
@@ -147,6 +150,17 @@ def test_body_limit(is_chunked: bool) -> None:
         assert answer.status_code == 413
         assert answer.json()["error"]["code"] == "body_too_large"
         assert client.get("/health").status_code == 200
+
+
+def test_a_client_that_sends_too_much_reads_the_answer() -> None:
+    """It writes the whole body before it reads: 8 MB are more than any socket holds."""
+    with toy_server(max_body_bytes=2000) as server:
+        url = httpx.URL(server.url)
+        with contextlib.closing(HTTPConnection(url.host, url.port)) as client:
+            client.request("POST", "/v1/completions", body=b"x" * (8 << 20))
+            answer = client.getresponse()
+            assert answer.status == 413
+            assert json.loads(answer.read())["error"]["code"] == "body_too_large"
 
 
 @pytest.mark.parametrize("coding", ["gzip", "deflate", "GZIP", "gzip, identity", "br"])

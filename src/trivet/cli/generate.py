@@ -86,6 +86,8 @@ def generate(
         assert output is not None, "a stream ends with an output"
         if not json and not output.text.endswith("\n"):
             sys.stdout.write("\n")
+        if output.finish_reason == "length" and len(output.token_ids) < max_tokens:
+            out.note(f"the context of {llm.plan.max_model_len} tokens ended the text")
         out.result({**output_json(output), "weights": llm.model.weights_form, "kv": llm.kv})
     return 0
 

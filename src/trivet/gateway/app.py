@@ -9,6 +9,7 @@ logged.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import re
 import secrets
@@ -52,6 +53,7 @@ _SHRINKING = 2  # characters that a tokenizer may drop or join: spaces, accents
 _OFFLOAD_IDS = 1 << 14
 _MESSAGE_CHARS = 64  # what a template costs for a message, in characters of text
 _OFFLOAD_BYTES = 262_144  # and so are bodies above this
+_DISCARD_S = 5.0
 _SEED_BITS = 53  # seeds drawn here survive JSON numbers of every client
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}\Z")
 _B = TypeVar("_B", bound=protocol.Body)
@@ -473,6 +475,8 @@ class _Front:
             scope["max_body_bytes"] = self._gateway.config.max_body_bytes
             await self._app(scope, receive, send_marked)
         except RequestError as error:
+            if error.status == 413 and headers.get(b"expect", b"").lower() != b"100-continue":
+                await _discard(receive)
             await error_response(error)(scope, receive, send_marked)
         except Exception as error:
             # The message of an exception may quote a prompt: only its type and place are logged.
@@ -515,6 +519,18 @@ def _request_id(given: bytes | None) -> str:
     """The client's id, if it is a sane header value, or a new one."""
     text = (given or b"").decode("latin-1")
     return text if _REQUEST_ID.match(text) else uuid.uuid4().hex
+
+
+async def _discard(receive: Receive) -> None:
+    """Take in the rest of a body, for a while.
+
+    A client that still sends when the connection is closed sees a reset and not the answer.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_DISCARD_S):
+            while (message := await receive())["type"] == "http.request":
+                if not message.get("more_body", False):
+                    return
 
 
 async def _read(http: HTTPRequest) -> bytes:
