@@ -64,6 +64,9 @@ class _NoModel:
     def logits(self) -> Float32:
         raise AssertionError("nobody asks for logits")
 
+    def nonfinite_logits(self) -> list[int]:
+        return []
+
     def new_sampler(
         self, params: SamplingParams, choice_index: int, prompt_ids: Sequence[int]
     ) -> SamplerState:
