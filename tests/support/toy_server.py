@@ -78,8 +78,8 @@ class ToyTokenizer:
     eos_ids = frozenset({EOS})
     bos_id = None
     chat_template = "toy"
-    max_token_chars = 10
-    longest_encoded = 40_000  # a longer text should have been refused before
+    max_token_chars = 200
+    longest_encoded = 250_000  # a longer text should have been refused before
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         assert len(text) <= self.longest_encoded
