@@ -103,6 +103,17 @@ LinearPart read_linear(const nb::dict& d, const Reader& reader) {
             w.zeros = reader.at<uint8_t>(d["zeros"], per_group, "zeros");
         }
     }
+    if (!d["order"].is_none()) {
+        part.order = reader.at<int32_t>(d["order"], w.k, "order");
+        std::vector<bool> seen(static_cast<size_t>(w.k));
+        for (int32_t j = 0; j < w.k; ++j) {
+            const int32_t column = part.order[j];
+            if (column < 0 || column >= w.k || seen[static_cast<size_t>(column)]) {
+                throw std::invalid_argument("model: an order does not name each column once");
+            }
+            seen[static_cast<size_t>(column)] = true;
+        }
+    }
     if (!d["bias"].is_none()) w.bias = reader.at<float>(d["bias"], w.n_padded, "bias");
     if (is_row) {
         part.hadamard = 64;
@@ -140,7 +151,11 @@ void make_model(Model* self, const nb::typed<nb::dict, nb::str, nb::object>& spe
     w.cos = reader.at<float>(spec["rope_cos"], table, "rope table cos");
     w.sin = reader.at<float>(spec["rope_sin"], table, "rope table sin");
     w.final_norm = reader.at<float>(spec["final_norm"], w.hidden, "final norm");
-    w.embedding = read_linear(nb::cast<nb::dict>(spec["embedding"]), reader).weight;
+    const LinearPart embedding = read_linear(nb::cast<nb::dict>(spec["embedding"]), reader);
+    if (embedding.order != nullptr) {
+        throw std::invalid_argument("model: the embedding's columns must be in order");
+    }
+    w.embedding = embedding.weight;
     w.head = read_linear(nb::cast<nb::dict>(spec["head"]), reader);
     for (nb::handle item : spec["layers"]) {
         const auto layer = nb::cast<nb::dict>(item);

@@ -97,6 +97,7 @@ Model::Model(ModelWeights weights, Level level, int num_threads)
     scratch_.resize(static_cast<size_t>(num_threads));
     for (Scratch& scratch : scratch_) {
         scratch.row.reserve(max_width_);
+        scratch.ordered.reserve(max_width_);
         scratch.rotated.reserve(round_up(max_width_, 64));
         reserve_prepared(scratch.prepared, kSharedRows);
         scratch.q.reserve(int64_t{tile} * w.head_dim);
@@ -125,7 +126,7 @@ int32_t Model::add_linear(OpClass op_class, Point point, Source source, const fl
                                      : is_int4(w.kind) ? WeightKind::kInt8Group
                                                        : w.kind;
         const Form form = {form_kind, plain ? 0 : w.group, part.hadamard, w.k_padded,
-                           plain ? 0 : w.num_groups};
+                           plain ? 0 : w.num_groups, part.order};
         auto found = std::find(op.forms.begin(), op.forms.end(), form);
         if (found == op.forms.end()) found = op.forms.insert(op.forms.end(), form);
         op.parts.push_back({w, select(*kernels_.linear, w.kind),
@@ -376,7 +377,7 @@ void Model::embed(const Step& step) {
 
 void Model::prepare_row(const LinearOp& op, int32_t source_row, int32_t row, Scratch& scratch,
                         Prepared& prepared, float* tap_row) {
-    const float* x = scratch.row.data();
+    const float* row_values = scratch.row.data();
     if (op.source == Source::kNorm) {
         kernels_.norm->rms_norm(hidden_.data() + static_cast<int64_t>(source_row) * weights_.hidden,
                                 op.gain, op.width, weights_.norm_eps, scratch.row.data());
@@ -388,9 +389,17 @@ void Model::prepare_row(const LinearOp& op, int32_t source_row, int32_t row, Scr
                     attention_.data() + static_cast<int64_t>(source_row) * q_width_,
                     sizeof(float) * static_cast<size_t>(op.width));
     }
-    if (tap_row != nullptr) std::memcpy(tap_row, x, sizeof(float) * static_cast<size_t>(op.width));
+    if (tap_row != nullptr) {
+        std::memcpy(tap_row, row_values, sizeof(float) * static_cast<size_t>(op.width));
+    }
     for (size_t i = 0; i < op.forms.size(); ++i) {
         const Form& form = op.forms[i];
+        const float* x = row_values;
+        if (form.order != nullptr) {
+            float* ordered = scratch.ordered.data();
+            for (int32_t j = 0; j < op.width; ++j) ordered[j] = row_values[form.order[j]];
+            x = ordered;
+        }
         uint8_t* codes = prepared.codes[i].data();
         const int64_t offset = static_cast<int64_t>(row) * form.k_padded;
         float* scales = prepared.scales[i].data() + static_cast<int64_t>(row) * form.num_groups;

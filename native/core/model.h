@@ -21,10 +21,12 @@
 namespace trivet {
 
 // One packed weight of a linear operation. hadamard: width of the input's rotation (kInt8Row),
-// else 1.
+// else 1. order: [k] the input column that stands at each place of the weight, a permutation; null:
+// they stand in the input's order.
 struct LinearPart {
     LinearWeight weight;
     int32_t hadamard = 1;
+    const int32_t* order = nullptr;
 };
 
 struct LayerWeights {
@@ -123,6 +125,7 @@ class Model {
     struct Form {
         WeightKind kind;
         int32_t group, hadamard, k_padded, num_groups;
+        const int32_t* order;
         bool operator==(const Form&) const = default;
     };
     struct Part {
@@ -159,6 +162,7 @@ class Model {
     // What one thread needs for itself.
     struct Scratch {
         Buffer<float> row;      // one row before quantization
+        Buffer<float> ordered;  // the same, its columns in a weight's order
         Buffer<float> rotated;  // scratch of to_int8_row
         Prepared prepared;      // inputs of up to kSharedRows rows
         uint64_t prepared_for = 0;

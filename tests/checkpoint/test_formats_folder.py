@@ -40,11 +40,11 @@ def _grid(bits: int, group: int | None, **keys: Any) -> Make:
     return lambda values: rounded(values, bits, group, **keys)
 
 
-def _ordered(bits: int, group: int) -> Make:
+def _ordered(bits: int, group: int, **keys: Any) -> Make:
     def make(values: Float32) -> CodeGrid:
         k = values.shape[1]
         order = np.random.default_rng(k).permutation(np.arange(k) // group).astype(np.int32)
-        return rounded(values, bits, group, order=order)
+        return rounded(values, bits, group, order=order, **keys)
 
     return make
 
@@ -73,7 +73,15 @@ CASES: dict[str, tuple[str, dict[str, Any], Make, str, bool]] = {
         "w8a8-g32",
         False,
     ),
-    "gptq4-act-order": ("gptq", {}, _ordered(4, 32), "w8a8-g32", False),
+    "gptq4-act-order": ("gptq", {}, _ordered(4, 32), "w4a8-g32", True),
+    "gptq8-act-order": ("gptq_v2", {}, _ordered(8, 64), "w8a8-g64", True),
+    "ct4-act-order-zp": (
+        "compressed-tensors",
+        {},
+        _ordered(4, 64, symmetric=False),
+        "w4a8-g64-zp",
+        True,
+    ),
     "awq": ("awq", {}, _grid(4, 64, symmetric=False), "w4a8-g64-zp", True),
     "ct4": ("compressed-tensors", {}, _grid(4, 128), "w4a8-g128", True),
     "ct4-zp": ("compressed-tensors", {}, _grid(4, 32, symmetric=False), "w4a8-g32-zp", True),

@@ -9,7 +9,7 @@ import pytest
 
 from support.grids import assert_same_grid
 from trivet.checkpoint.formats import CodeGrid, awq, compressed_tensors, gptq
-from trivet.checkpoint.formats.grid import normalized, to_source
+from trivet.checkpoint.formats.grid import normalized, to_grid, to_source
 from trivet.checkpoint.formats.stored import Stored
 from trivet.checkpoint.source import FloatMatrix
 from trivet.models.reference import to_float
@@ -83,5 +83,31 @@ def test_the_engine_holds_every_value(seed: int) -> None:
         if isinstance(source, FloatMatrix):
             group = normalized(grid).group_size
             is_odd = group is not None and group % 16 != 0
-            assert grid.group_index is not None or is_odd or grid.bits == 8
-    assert {"w4a8-g32", "w4a8-g64-zp", "w4a8-g128", "w8a8-g64", "w8a8-g128", "floats"} <= set(kinds)
+            assert is_odd or grid.bits == 8
+            continue
+        if source.order is not None:
+            kinds["ordered"] = kinds.get("ordered", 0) + 1
+        back = to_grid(source)
+        if grid.bits in (4, 8) and back.group_size == normalized(grid).group_size:
+            np.testing.assert_array_equal(back.group_index, normalized(grid).group_index)
+        np.testing.assert_array_equal(back.values(), grid.values())
+    assert {
+        "ordered",
+        "w4a8-g32",
+        "w4a8-g64-zp",
+        "w4a8-g128",
+        "w8a8-g64",
+        "w8a8-g128",
+        "floats",
+    } <= set(kinds)
+
+
+def test_act_order_with_groups_of_unequal_sizes_becomes_floats() -> None:
+    index = np.array([0] * 40 + [1] * 24, np.int32)
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 16, (3, 64)).astype(np.uint8)
+    grid = CodeGrid(4, 32, codes, np.ones((3, 2), np.float16), None, index)
+    source = to_source(grid, "any")
+    assert isinstance(source, FloatMatrix)
+    assert "unequal" in source.note
+    np.testing.assert_array_equal(source.values, grid.values())

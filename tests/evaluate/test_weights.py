@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from support.grids import rounded
+from support.tiny_models import Variant, build_folder
+from trivet.checkpoint import resolve_model
+from trivet.checkpoint.formats import write
 from trivet.config import ModelConfig, WeightFormat
 from trivet.evaluate.checks import identity, weights
 from trivet.evaluate.corruptions import CORRUPTIONS, corrupted
@@ -16,6 +21,10 @@ from trivet.evaluate.results import Finding
 from trivet.evaluate.sensitivity import measure_sensitivity
 from trivet.evaluate.subject import LocalSubject
 from trivet.loader import LoadedModel, load_model
+from trivet.models import open_model
+from trivet.models.gguf_export import write_gguf
+from trivet.models.reference import to_float
+from trivet.native.packing import LINEARS
 from trivet.native.reference_linear import to_bf16
 from trivet.native.weights import WeightTensor
 from trivet.quant.rtn import convert
@@ -81,6 +90,63 @@ def test_a_group_of_small_weights_is_held_against_its_own_scale() -> None:
         _, rms, mean = weights._errors(weight, wanted, ones, (np.ones(64, np.float32), ones))
         weights._find_outliers(found, "w", rms, mean, weights._FLOORS[8])
         assert (found.faults == []) == is_sound
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, LoadedModel, LoadedModel]:
+    """A float model, its Q4_K_M mix (v apart from q and k), and its 4-bit codes in act-order."""
+    wide = Variant(hidden=256, heads=4, kv_heads=2, ffn=256, layers=2)
+    path = tmp_path_factory.mktemp("mixed")
+    source = build_folder(path / "hf", wide)
+    write_gguf(path / "m.gguf", source, "Q4_K_M")
+    model = open_model(resolve_model(source))
+    grids = {}
+    for layer, role in itertools.product(range(2), ("q", "k", "v", "o", "gate", "up", "down")):
+        values = to_float(model.matrix(role, layer))
+        k = values.shape[1]
+        order = np.random.default_rng(layer + len(role)).permutation(np.arange(k) // 32)
+        grids[model.file_name(role, layer)] = rounded(values, 4, 32, order=order.astype(np.int32))
+    write(path / "gptq", source_folder=source, weights=grids, format="gptq")
+    base = load_model(ModelConfig(model=str(source), weights="bf16", threads=1))
+    mix, ordered = (
+        load_model(ModelConfig(model=str(path / name), threads=1)) for name in ("m.gguf", "gptq")
+    )
+    assert "layers.1.v" in mix.packed.tensors
+    assert ordered.packed.tensors["layers.0.o"].order is not None
+    assert "layers.0.up" in ordered.packed.tensors  # its order is not the gate's
+    return base, mix, ordered
+
+
+def test_roles_that_lie_apart_and_columns_in_another_order_pass(
+    mixed: tuple[LoadedModel, LoadedModel, LoadedModel],
+) -> None:
+    base, mix, ordered = mixed
+    fused = load_model(dataclasses.replace(mix.config, weights="w8a8-g32"))
+    assert "layers.1.qkv" in fused.packed.tensors
+    for own, other in ((mix, base), (fused, mix), (ordered, base), (mix, mix), (ordered, ordered)):
+        found = weights.check(own, other, TEXT_IDS)
+        assert found.finding is Finding.PASS, found.reason
+    for own in (mix, ordered):
+        units = measure_sensitivity(own, base, TEXT_IDS[:40])
+        assert {unit.name for unit in units} == {
+            f"layers.{layer}.{linear}" for layer in range(2) for linear in LINEARS
+        }
+        assert all(unit.saved_bytes > 0 and unit.mean_kl > 0 for unit in units)
+
+
+@pytest.mark.parametrize("which", [1, 2])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "scale doubled, one group", "quantized twice, one weight", "rows of q permuted, one layer",
+        "weight of another layer", "KV scale lost, V of one head", "left unquantized, one weight",
+    ],
+)  # fmt: skip
+def test_damage_is_found_in_roles_that_lie_apart(
+    mixed: tuple[LoadedModel, LoadedModel, LoadedModel], kind: str, which: int
+) -> None:
+    found = weights.check(corrupted(mixed[which], kind, seed=2), mixed[0], TEXT_IDS)
+    assert found.finding is Finding.REJECT, found.metrics
 
 
 def test_an_embedding_stored_twice_is_no_damage(folder: Path) -> None:

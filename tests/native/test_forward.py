@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from native.bits import assert_bits_equal
 from native.linear_cases import LEVELS
 from native.tiny_model import (
-    FORMATS,
+    ALL,
     Runs,
     TinyPacked,
     logits_of,
@@ -51,7 +51,7 @@ def _reference_logits(format: str, spec: str, kv: KVFormat, count: int) -> NDArr
 @pytest.mark.parametrize(
     ("format", "kv"),
     [
-        *((format, kv) for format in FORMATS for kv in (KVFormat.BF16, KVFormat.INT8)),
+        *((format, kv) for format in ALL for kv in (KVFormat.BF16, KVFormat.INT8)),
         *(("w4a8-g32", kv) for kv in KVFormat if kv not in (KVFormat.BF16, KVFormat.INT8)),
     ],
 )
@@ -241,6 +241,23 @@ def test_weights_outside_the_buffer_are_refused() -> None:
         load_model(packed, threads=1)
     packed.tensors["layers.1.down"] = dataclasses.replace(tensor, n=95)
     with pytest.raises(ValueError, match="linear_down"):
+        load_model(packed, threads=1)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 1], [0, 1, 95], [0, 1, -1]])
+def test_an_order_that_is_no_permutation_is_refused(order: list[int]) -> None:
+    packed = make_model("act-order")[0]
+    whole = np.array([*order, *range(3, 96)], np.int32)
+    assert packed.tensors["layers.0.q"].order is not None
+    tensor = dataclasses.replace(packed.tensors["layers.0.q"], order=packed.append(whole))
+    packed.tensors["layers.0.q"] = tensor
+    with pytest.raises(ValueError, match="name each column once"):
+        load_model(packed, threads=1)
+    packed = make_model("act-order")[0]
+    packed.tensors["head"] = dataclasses.replace(
+        packed.tensors["head"], order=packed.append(np.arange(96, dtype=np.int32))
+    )
+    with pytest.raises(ValueError, match="embedding's columns"):
         load_model(packed, threads=1)
 
 

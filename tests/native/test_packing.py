@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from native.linear_cases import FORMATS, case_id, random_weight
+from native.bits import assert_bits_equal
+from native.linear_cases import FORMATS, case_id, random_rows, random_weight
 from trivet.config import WeightFormat
+from trivet.native import reference_linear
 from trivet.native.packing import (
     Layout,
     ScaleType,
@@ -23,10 +27,13 @@ from trivet.native.weights import WeightTensor, dequantize
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (16, 64), (35, 100), (20, 576)])
 def test_unpack_returns_what_was_packed(name: str, scale_dtype: type, n: int, k: int) -> None:
     weight = random_weight(name, n, k, scale_dtype)
+    if n == 35:
+        order = np.random.default_rng(k).permutation(k).astype(np.int32)
+        weight = dataclasses.replace(weight, order=order)
     packed = pack(weight)
     back = unpack(packed)
     assert back.format == weight.format
-    for part in ("codes", "scales", "minima", "zeros"):
+    for part in ("codes", "scales", "minima", "zeros", "order"):
         a, b = getattr(weight, part), getattr(back, part)
         assert (a is None) == (b is None)
         if a is not None:
@@ -83,6 +90,21 @@ def test_concatenation_wants_equal_formats() -> None:
     assert not can_concatenate([a, random_weight("w4a8-g64", 16, 96, np.float16)])
     assert not can_concatenate([a, random_weight("w4a8-g32", 16, 96, np.float32)])
     assert not can_concatenate([a, random_weight("w4a8-g32", 16, 128, np.float16)])
+    turned = dataclasses.replace(a, order=np.arange(96, dtype=np.int32)[::-1].copy())
+    assert not can_concatenate([a, turned])
+    assert can_concatenate([turned, turned])
+    assert concatenate([turned, turned]).order is turned.order
+
+
+def test_an_order_says_where_columns_come_from() -> None:
+    weight = random_weight("w4a8-g32-zp", 5, 96)
+    order = np.random.default_rng(0).permutation(96).astype(np.int32)
+    ordered = dataclasses.replace(weight, order=order)
+    np.testing.assert_array_equal(dequantize(ordered)[:, order], dequantize(weight))
+    x = random_rows(3, 96)
+    assert_bits_equal(
+        reference_linear.linear(x, ordered), reference_linear.linear(x[:, order], weight)
+    )
 
 
 def test_layout_of_a_weight() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from trivet.config import KVFormat, Scheme, WeightFormat
 from trivet.models import ModelSpec, rope_tables
 from trivet.native import Arena, NativeModel, StepInput, load_model
-from trivet.native.packing import Layout, pack
+from trivet.native.packing import LINEARS, Layout, pack
 from trivet.native.reference import ReferenceLayer, ReferenceLinear, ReferenceModel
 from trivet.native.reference_linear import to_bf16
 from trivet.native.weights import WeightTensor
@@ -20,6 +21,13 @@ FORMATS = [
     "w8a8-g16-min", "w4a8-g16", "w4a8-g16-min", "w4a8-row", "w4a8-row-zp",
     "w4a16-g32", "w4a16-g64-min", "w4a16-row-zp",
 ]  # fmt: skip
+# Roles that lie side by side in their own forms and their own orders of columns: (form, has an order).
+MIXES = {
+    "k-quants": {"": ("w4a8-g32-min", False), "v": ("w8a8-g16", False), "up": ("w8a8-g32", False)},
+    "act-order": {"": ("w4a8-g32", True)},
+    "act-order-a16": {"": ("w4a16-g64-zp", True), "k": ("bf16", False), "up": ("w8a8", True)},
+}
+ALL = [*FORMATS, *MIXES]
 
 
 def small_spec(**changes: object) -> ModelSpec:
@@ -54,6 +62,7 @@ class TinyTensor:
     scales: int | None = None
     minima: int | None = None
     zeros: int | None = None
+    order: int | None = None
     bias: int | None = None
 
 
@@ -134,10 +143,11 @@ def random_weight(rng: np.random.RandomState, format: WeightFormat, n: int, k: i
 def make_model(
     format_name: str, spec: ModelSpec | None = None, seed: int = 0
 ) -> tuple[TinyPacked, ReferenceModel]:
-    """A random model in one weight format: packed, and as the reference."""
+    """A random model in one weight format, or one of `MIXES`: packed, and as the reference."""
     spec = small_spec() if spec is None else spec
     rng = np.random.RandomState(seed)  # its stream is frozen for ever, as golden hashes need
-    format = WeightFormat.parse(format_name)
+    mix = MIXES.get(format_name)
+    format = WeightFormat.parse(format_name if mix is None else mix[""][0])
     table = WeightFormat(8, 32)
     if format.bits == 16 or (format.bits == 8 and format.scheme is Scheme.MIN):
         table = format
@@ -145,19 +155,31 @@ def make_model(
     def norm(n: int) -> NDArray[np.float32]:
         return rng.uniform(0.5, 1.5, n).astype(np.float32)
 
-    def linear(n: int, k: int, has_bias: bool) -> ReferenceLinear:
-        bias = rng.uniform(-0.2, 0.2, n).astype(np.float32) if has_bias else None
-        return ReferenceLinear(random_weight(rng, format, n, k), bias)
+    def linear(sizes: dict[str, int], k: int, has_bias: bool) -> list[ReferenceLinear]:
+        def one(n: int, form: WeightFormat, has_order: bool) -> ReferenceLinear:
+            bias = rng.uniform(-0.2, 0.2, n).astype(np.float32) if has_bias else None
+            weight = random_weight(rng, form, n, k)
+            if has_order:
+                weight = dataclasses.replace(weight, order=rng.permutation(k).astype(np.int32))
+            return ReferenceLinear(weight, bias)
+
+        if mix is None:
+            return [one(sum(sizes.values()), format, False)]
+        forms = {role: mix.get(role, mix[""]) for role in sizes}
+        return [
+            one(n, WeightFormat.parse(forms[role][0]), forms[role][1]) for role, n in sizes.items()
+        ]
 
     hidden, ffn = spec.hidden_size, spec.ffn_size
+    heads = {"q": spec.q_size, "k": spec.kv_size, "v": spec.kv_size}
     layers = [
         ReferenceLayer(
             attn_norm=norm(hidden),
             ffn_norm=norm(hidden),
-            qkv=linear(spec.q_size + 2 * spec.kv_size, hidden, spec.qkv_bias),
-            o=linear(hidden, spec.q_size, spec.o_bias),
-            gate_up=linear(2 * ffn, hidden, spec.mlp_bias),
-            down=linear(hidden, ffn, spec.mlp_bias),
+            qkv=linear(heads, hidden, spec.qkv_bias),
+            o=linear({"o": hidden}, spec.q_size, spec.o_bias),
+            gate_up=linear({"gate": ffn, "up": ffn}, hidden, spec.mlp_bias),
+            down=linear({"down": hidden}, ffn, spec.mlp_bias),
         )
         for _ in range(spec.num_layers)
     ]
@@ -186,8 +208,10 @@ def make_model(
     for index, layer in enumerate(layers):
         packed.add_floats(f"layers.{index}.attn_norm", layer.attn_norm)
         packed.add_floats(f"layers.{index}.mlp_norm", layer.ffn_norm)
-        for name in ("qkv", "o", "gate_up", "down"):
-            packed.add_weight(f"layers.{index}.{name}", getattr(layer, name))
+        for name, roles in LINEARS.items():
+            parts: Sequence[ReferenceLinear] = getattr(layer, name)
+            for role, part in zip(roles if len(parts) > 1 else [name], parts, strict=True):
+                packed.add_weight(f"layers.{index}.{role}", part)
     return packed, model
 
 

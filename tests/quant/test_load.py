@@ -141,29 +141,38 @@ def test_auto_turns_floats_into_bf16_and_says_when_that_rounds(tmp_path: Path) -
     assert sum(not report.exact for report in rounded.report) == 1
 
 
-def test_mixed_symmetric_grids_fuse_exactly_in_8_bits(tmp_path: Path) -> None:
-    kinds = {"attn_v": "Q8_0", "token_embd": "Q8_0", "output.": "Q8_0", "blk": "Q4_0"}
+@pytest.mark.parametrize("own", ["Q4_0", "Q4_1"])
+def test_roles_of_several_types_lie_apart_each_as_it_is(own: str, tmp_path: Path) -> None:
+    kinds = {"attn_v": "Q8_0", "token_embd": own, "output.": own, "blk": own}
     path = build_gguf(tmp_path / "mixed.gguf", "llama3", qtype=kinds)
     packed = load_packed(path)
-    qkv = packed.tensors["layers.0.qkv"]
-    assert (qkv.format, qkv.exact) == ("w8a8-g32", True)
-    assert "fused from Q4_0+Q4_0+Q8_0" in qkv.note
-    assert packed.weights_form == "w4a8-g32+w8a8-g32"
-    model = open_model(resolve_model(path))
-    want = np.concatenate([to_float(model.matrix(r, 0)) for r in "qkv"])
-    np.testing.assert_array_equal(_values(packed, "layers.0.qkv"), want)
-
-
-def test_grids_that_disagree_are_requantized_and_said(tmp_path: Path) -> None:
-    kinds = {"attn_v": "Q8_0", "token_embd": "Q4_1", "output.": "Q4_1", "blk": "Q4_1"}
-    packed = load_packed(build_gguf(tmp_path / "mixed.gguf", "llama3", qtype=kinds))
-    qkv, embed = packed.tensors["layers.0.qkv"], packed.tensors["embed"]
-    assert (qkv.format, qkv.exact) == ("w8a8-g32", False)
-    assert 0 < qkv.rel_error < 0.01
-    assert (embed.format, embed.exact) == ("w8a8-g32-min", True)
+    form = "w4a8-g32" if own == "Q4_0" else "w4a8-g32-min"
+    assert "layers.0.qkv" not in packed.tensors
+    assert [packed.tensors[f"layers.0.{role}"].format for role in "qkv"] == [form, form, "w8a8-g32"]
+    assert packed.tensors["layers.0.gate_up"].format == form
+    assert packed.tensors["embed"].format == form.replace("w4", "w8")  # it is looked up
     assert packed.tensors["head"].kind == "int4_group"
-    assert packed.tensors["head"].exact
-    assert "requantized" in packed.notes[0]
+    assert packed.weights_form == f"{form}+w8a8-g32"
+    assert all(report.exact for report in packed.report)
+    assert packed.notes == ()
+    model = open_model(resolve_model(path))
+    for role in "qkv":
+        want = to_float(model.matrix(role, 0))
+        np.testing.assert_array_equal(_values(packed, f"layers.0.{role}"), want)
+    # Asked for one format, they are one weight again.
+    fused = load_packed(path, "w8a8-g32").tensors["layers.0.qkv"]
+    assert (fused.format, fused.exact) == ("w8a8-g32", own == "Q4_0")
+
+
+def test_biases_stay_with_roles_that_lie_apart(tmp_path: Path) -> None:
+    path = build_gguf(tmp_path / "m.gguf", "qwen2", qtype={"attn_v": "Q8_0", "blk": "Q4_0"})
+    packed = load_packed(path)
+    model = open_model(resolve_model(path))
+    for role in "qkv":
+        bias, want = packed.file.bias(f"layers.1.{role}"), model.bias(role, 1)
+        assert bias is not None
+        assert want is not None
+        np.testing.assert_array_equal(bias, want)
 
 
 @pytest.mark.demo
@@ -249,6 +258,8 @@ HEADER_EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
     "overlap": lambda h: h["tensors"]["layers.0.o"].update(
         codes=h["tensors"]["layers.1.o"]["codes"]
     ),
+    "order outside": lambda h: h["tensors"]["layers.0.o"].update(order=1 << 40),
+    "order not a count": lambda h: h["tensors"]["layers.0.o"].update(order=-64),
     "n huge": lambda h: h["tensors"]["layers.0.o"].update(n=1 << 50),
     "n zero": lambda h: h["tensors"]["layers.0.o"].update(n=0),
     "n a string": lambda h: h["tensors"]["layers.0.o"].update(n="64"),

@@ -34,7 +34,7 @@ from trivet.native.packing import Layout, PackedWeight, ScaleType
 from trivet.native.weights import hadamard_width
 
 TENSOR_ALIGN, PART_ALIGN = 4096, 64
-_PARTS = ("codes", "scales", "minima", "zeros")
+_PARTS = ("codes", "scales", "minima", "zeros", "order")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class PackedTensor:
 
     kind      ``bf16``, ``int8_row``, ``int8_group``, ``int4_group``, ``int4_row``, ``int4_bf16``
               (layouts: native/packing.py), or ``f32``: n * k floats in row order, without padding
-    offsets   ``codes``, ``scales``, ``minima``, ``zeros``, ``sums`` and ``bias`` (float32
+    offsets   ``codes``, ``scales``, ``minima``, ``zeros``, ``order``, ``sums`` and ``bias`` (float32
               [n_padded]): absolute bytes from the file's start, or None where there is none
     group     columns of one sum (`Layout.group`); 0 for bf16 and f32
     hadamard  width of the rotation of the columns; 1 means none
@@ -67,6 +67,7 @@ class PackedTensor:
     scales: int | None
     minima: int | None
     zeros: int | None
+    order: int | None
     sums: int | None
     bias: int | None
     format: str
@@ -79,7 +80,9 @@ class PackedTensor:
     def layout(self) -> Layout:
         """The packing layout; not for kind ``f32``."""
         assert self.kind != "f32", self.name
-        return _layout(self.format, self.n, self.k, self.scale_type)
+        scale_type = ScaleType.F16 if self.scale_type == "f16" else ScaleType.F32
+        form = WeightFormat.parse(self.format)
+        return Layout(form, self.n, self.k, scale_type, self.order is not None)
 
     @property
     def num_bytes(self) -> int:
@@ -95,11 +98,6 @@ class PackedTensor:
             yield getattr(self, name), int(np.prod(shape)) * dtype.itemsize
         if self.bias is not None:
             yield self.bias, 4 * self.n_padded
-
-
-def _layout(format_name: str, n: int, k: int, scale_type: str | None) -> Layout:
-    kind = ScaleType.F16 if scale_type == "f16" else ScaleType.F32
-    return Layout(WeightFormat.parse(format_name), n, k, kind)
 
 
 class PackedWriter:
@@ -145,7 +143,7 @@ class PackedWriter:
         n, k = values.shape if values.ndim == 2 else (1, values.shape[0])
         codes = self.blob(np.ascontiguousarray(values, np.float32))
         self.tensors[name] = PackedTensor(
-            name, "f32", n, k, n, k, 0, 0, "sym", None, 1, codes, None, None, None, None, None,
+            name, "f32", n, k, n, k, 0, 0, "sym", None, 1, codes, None, None, None, None, None, None,
             "f32", source, True, 0.0, "",
         )  # fmt: skip
 
@@ -304,7 +302,9 @@ def _checked_tensors(path: Path, entries: Any, begin: int, size: int) -> dict[st
 def _check_tensor(name: str, tensor: PackedTensor) -> None:
     """Raise ValueError unless the fields agree with each other."""
     counts = [tensor.n, tensor.k, tensor.codes]
-    optional = (tensor.scales, tensor.minima, tensor.zeros, tensor.sums, tensor.bias)
+    optional = (
+        tensor.scales, tensor.minima, tensor.zeros, tensor.order, tensor.sums, tensor.bias
+    )  # fmt: skip
     counts += [offset for offset in optional if offset is not None]
     if name != tensor.name or not all(map(is_count, counts)):
         raise ValueError(name)

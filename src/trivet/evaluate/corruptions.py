@@ -24,7 +24,7 @@ from trivet.config import KVFormat, WeightFormat
 from trivet.loader import LoadedModel
 from trivet.models import ModelSpec
 from trivet.native.api import ModelRunner
-from trivet.native.packing import pack, unpack
+from trivet.native.packing import LINEARS, linear_names, pack, unpack
 from trivet.native.weights import WeightTensor, dequantize, hadamard_width
 from trivet.quant.rtn import convert
 
@@ -68,12 +68,15 @@ class _Damage:
 
     @property
     def num_layers(self) -> int:
-        return sum(name.endswith(".qkv") for name in self.file.tensors)
+        return sum(name.endswith(".attn_norm") for name in self.file.tensors)
 
-    def name(self, *roles: str) -> str:
-        """A weight of a layer drawn by chance."""
-        role = self.rng.choice(roles or ("qkv", "o", "gate_up", "down"))
-        return f"layers.{self.rng.randrange(self.num_layers)}.{role}"
+    def name(self, *linears: str, role: str | None = None) -> str:
+        """A weight of a layer drawn by chance; of a linear's roles that lie apart any, or ``role``."""
+        linear = self.rng.choice(linears or tuple(LINEARS))
+        names = linear_names(self.file.tensors, self.rng.randrange(self.num_layers), linear)
+        if len(names) > 1 and role is not None:
+            return names[LINEARS[linear].index(role)]
+        return names[0] if len(names) == 1 else self.rng.choice(names)
 
     def weight(self, name: str) -> WeightTensor:
         found = unpack(self.file.weight(name))
@@ -93,7 +96,9 @@ class _Damage:
         """Put a weight of any layout behind the others; it stands for ``name`` from now on."""
         packed = pack(weight)
         layout, kind = packed.layout, packed.layout.kind.name.lower()
-        offsets: dict[str, Any] = dict.fromkeys(("codes", "scales", "minima", "zeros", "sums"))
+        offsets: dict[str, Any] = dict.fromkeys(
+            ("codes", "scales", "minima", "zeros", "order", "sums")
+        )
         view = np.frombuffer(self.memory, np.uint8)
         for part, array in packed.arrays.items():
             raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -222,8 +227,10 @@ def _quantized_twice(d: _Damage) -> None:
     """One weight was rounded to 4 bits before it came into its format."""
     name = d.name()
     weight = d.weight(name)
-    first = convert(dequantize(weight), WeightFormat(4, 64)).weight
-    d.store(name, convert(dequantize(first), weight.format).weight)
+    stored = dataclasses.replace(weight, order=None)  # in the order of its groups
+    first = convert(dequantize(stored), WeightFormat(4, 64)).weight
+    twice = convert(dequantize(first), weight.format).weight
+    d.store(name, dataclasses.replace(twice, order=weight.order))
 
 
 def _unquantized(d: _Damage) -> None:
@@ -244,9 +251,11 @@ def _tie_lost(d: _Damage) -> None:
 
 def _value_scale_lost(d: _Damage) -> None:
     """V of one head is read without the scale it was written with."""
-    name = d.name("qkv")
+    name = d.name("qkv", role="v")
     weight = d.weight(name)
-    start = (d.spec.num_heads + d.spec.num_kv_heads) * d.spec.head_dim
+    start = 0
+    if name.endswith(".qkv"):
+        start = (d.spec.num_heads + d.spec.num_kv_heads) * d.spec.head_dim
     start += d.rng.randrange(d.spec.num_kv_heads) * d.spec.head_dim
     for part in (weight.scales, weight.minima):
         if part is not None:
@@ -318,7 +327,7 @@ def _end_lost(d: _Damage) -> None:
 
 def _heads_swapped(d: _Damage) -> None:
     """The rows of q were permuted for another kind of rope, in one layer."""
-    name = d.name("qkv")
+    name = d.name("qkv", role="q")
     weight = d.weight(name)
     half = weight.shape[0] // 2 // 2 * 2
     order = np.arange(half).reshape(2, -1).T.reshape(-1)
@@ -331,9 +340,15 @@ def _heads_swapped(d: _Damage) -> None:
 def _layer_of_another(d: _Damage) -> None:
     """One weight comes from another layer: a shard of another model or a wrong index."""
     name = d.name()
-    number = int(name.split(".")[1])
-    other = name.replace(f".{number}.", f".{(number + 1) % d.num_layers}.")
-    d.store(name, d.weight(other))
+    own = d.file.tensors[name]
+    _, number, role = name.split(".")
+    others = (
+        f"layers.{(int(number) + step) % d.num_layers}.{role}"
+        for step in range(1, d.num_layers + 1)
+    )
+    found = d.file.tensors
+    same = [o for o in others if o in found and found[o].layout == own.layout]
+    d.store(name, d.weight(same[0]))
 
 
 def _truncated(d: _Damage) -> None:

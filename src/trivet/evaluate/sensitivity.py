@@ -1,6 +1,6 @@
 """Which layer hurts? Each unit of a model is quantized alone and its divergence measured.
 
-A unit is one weight of the packed layout: q, k and v together, the output projection, gate and up
+A unit is one linear of the engine: q, k and v together, the output projection, gate and up
 together, the down projection; per layer. The baseline's file is mapped and one unit of it replaced by
 the candidate's, so nothing is packed again, and KL(baseline || mixed) is taken on a short text.
 """
@@ -20,6 +20,7 @@ from trivet.config import PAGE_TOKENS, KVFormat
 from trivet.evaluate.scoring import LogSoftmax, Scorer
 from trivet.loader import LoadedModel
 from trivet.native.api import ModelRunner
+from trivet.native.packing import LINEARS, linear_names
 from trivet.quant import PackedModel
 
 _PAGE_BYTES = 4096
@@ -68,17 +69,15 @@ def measure_sensitivity(
     arena = baseline.new_arena(-(-len(input_ids) // PAGE_TOKENS))
     scorer = Scorer(baseline.runner, arena)
     wanted = [LogSoftmax.of(rows) for rows in scorer.chunks(input_ids, len(input_ids))]
-    names = [
-        name
-        for name, tensor in base.tensors.items()
-        if tensor.kind != "f32" and name.startswith("layers.")
-    ]
+    linears = [(layer, linear) for layer in range(base.spec.num_layers) for linear in LINEARS]
     units = []
-    for number, name in enumerate(names):
+    for number, (layer, linear) in enumerate(linears):
         if progress is not None:
-            progress(number, len(names))
-        tensor = _shifted(own.tensors[name], shift)
-        mixed = _Mixed(base, memoryview(both), {**base.tensors, name: tensor})
+            progress(number, len(linears))
+        kept, taken = (linear_names(p.tensors, layer, linear) for p in (base, own))
+        tensors = {name: tensor for name, tensor in base.tensors.items() if name not in kept}
+        tensors |= {name: _shifted(own.tensors[name], shift) for name in taken}
+        mixed = _Mixed(base, memoryview(both), tensors)
         runner = native.load_model(
             cast(Any, mixed), threads=baseline.threads, kv=KVFormat(baseline.config.kv)
         )
@@ -89,14 +88,16 @@ def measure_sensitivity(
                 wanted, own_scorer.chunks(input_ids, len(input_ids)), strict=True
             )
         ]
-        saved = base.tensors[name].num_bytes - own.tensors[name].num_bytes
+        saved = sum(base.tensors[name].num_bytes for name in kept)
+        saved -= sum(own.tensors[name].num_bytes for name in taken)
+        name = f"layers.{layer}.{linear}"
         units.append(Unit(name, float(np.concatenate(kl).mean()), saved))
     return sorted(units, key=lambda unit: -unit.mean_kl)
 
 
 def _shifted(tensor: PackedTensor, by: int) -> PackedTensor:
     """A tensor whose parts lie ``by`` bytes later."""
-    parts = ("codes", "scales", "minima", "zeros", "sums", "bias")
+    parts = ("codes", "scales", "minima", "zeros", "order", "sums", "bias")
     moved = {
         name: value + by for name in parts if (value := getattr(tensor, name, None)) is not None
     }

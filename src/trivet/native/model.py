@@ -21,7 +21,13 @@ from trivet.native import _core
 from trivet.native.api import Float32, KVGeometry, SampleInput, SampleResult, StepInput
 from trivet.native.arena import KV_VALUES, Arena, kv_geometry
 from trivet.native.isa import isa_report
-from trivet.native.packing import SCHEME_VALUES, ScaleType, WeightKind
+from trivet.native.packing import (
+    LINEARS,
+    SCHEME_VALUES,
+    ScaleType,
+    WeightKind,
+    linear_names,
+)
 from trivet.native.sampling import new_sampler, to_logprobs, to_results
 from trivet.request import Logprob, SamplingParams
 
@@ -76,6 +82,8 @@ class Tensor(Protocol):
     def minima(self) -> int | None: ...
     @property
     def zeros(self) -> int | None: ...
+    @property
+    def order(self) -> int | None: ...
     @property
     def bias(self) -> int | None: ...
 
@@ -188,6 +196,7 @@ def _linear(tensor: Tensor) -> dict[str, int | None]:
         "scales": tensor.scales,
         "minima": tensor.minima,
         "zeros": tensor.zeros,
+        "order": tensor.order,
         "bias": tensor.bias,
     }
 
@@ -201,8 +210,8 @@ def _native_spec(packed: Packed, kv: KVFormat) -> dict[str, Any]:
             "attn_norm": tensors[f"layers.{layer}.attn_norm"].codes,
             "ffn_norm": tensors[f"layers.{layer}.mlp_norm"].codes,
             **{
-                name: [_linear(tensors[f"layers.{layer}.{name}"])]
-                for name in ("qkv", "o", "gate_up", "down")
+                name: [_linear(tensors[part]) for part in linear_names(tensors, layer, name)]
+                for name in LINEARS
             },
         }
         for layer in range(spec.num_layers)

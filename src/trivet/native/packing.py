@@ -9,6 +9,7 @@ K to 64; everything is little endian. NB = n_padded / 16, KP = k_padded, G = num
            code of column k + 4r + j in its low nibble and of column k + 16 + 4r + j in its high one
     scales float16 or float32 [NB, G, 16] (G = 1 for the row, float32 for whole-row int8); minima alike
     zeros  uint8 [NB, G, 16]
+    order  int32 [K], where the weight has one: the input column that stands at each place
 
 Padded codes and scales are zero; the kernels meet them only with zero activations. `pack` and
 `unpack` are inverse to each other. The structs on the other side are in native/kernels/linear/linear.h.
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,20 @@ class ScaleType(enum.IntEnum):
         return np.dtype(np.float16 if self is ScaleType.F16 else np.float32)
 
 
+# The linears of a layer in the packed file, and the roles that read one input and lie side by side.
+LINEARS = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
+
+
+def linear_names(tensors: Container[str], layer: int, linear: str) -> list[str]:
+    """Names of the tensors of one linear: one for all its roles, or one each where they differ in
+    format or order of columns. Their outputs stand side by side. ``linear``: a key of `LINEARS`.
+    """
+    whole = f"layers.{layer}.{linear}"
+    if whole in tensors:
+        return [whole]
+    return [f"layers.{layer}.{role}" for role in LINEARS[linear]]
+
+
 SCHEME_VALUES = {Scheme.SYM: 0, Scheme.ZP: 1, Scheme.MIN: 2}  # the values of `Scheme` in linear.h
 
 
@@ -77,6 +92,7 @@ class Layout:
     n: int
     k: int
     scale_type: ScaleType
+    has_order: bool = False
 
     def __post_init__(self) -> None:
         assert self.n > 0, self.n
@@ -131,6 +147,8 @@ class Layout:
                 parts["minima"] = (self.scale_type.dtype, per_group)
             if self.format.scheme is Scheme.ZP:
                 parts["zeros"] = (np.dtype(np.uint8), per_group)
+        if self.has_order:
+            parts["order"] = (np.dtype(np.int32), (self.k,))
         return parts
 
     @property
@@ -147,6 +165,7 @@ class PackedWeight:
     scales: NDArray[Any] | None = None
     minima: NDArray[Any] | None = None
     zeros: NDArray[np.uint8] | None = None
+    order: NDArray[np.int32] | None = None
 
     @property
     def arrays(self) -> dict[str, NDArray[Any]]:
@@ -167,7 +186,7 @@ def layout_of(weight: WeightTensor) -> Layout:
     scale_type = ScaleType.F32
     if weight.scales is not None and weight.scales.dtype == np.float16:
         scale_type = ScaleType.F16
-    layout = Layout(weight.format, n, k, scale_type)
+    layout = Layout(weight.format, n, k, scale_type, weight.order is not None)
     row = layout.kind is WeightKind.INT8_ROW
     assert not (row and scale_type is ScaleType.F16), "whole-row int8 has float32 scales"
     return layout
@@ -204,6 +223,7 @@ def pack(weight: WeightTensor) -> PackedWeight:
         by_block(weight.scales),
         by_block(weight.minima),
         by_block(weight.zeros),
+        weight.order,
     )
 
 
@@ -233,14 +253,16 @@ def unpack(packed: PackedWeight) -> WeightTensor:
         by_row(packed.scales),
         by_row(packed.minima),
         by_row(packed.zeros),
+        packed.order,
     )
 
 
 def can_concatenate(weights: Sequence[WeightTensor]) -> bool:
-    """Whether the weights share input width, format and scale type."""
+    """Whether the weights share input width, order of columns, format and scale type."""
 
     def key(weight: WeightTensor) -> tuple[object, ...]:
-        return weight.format, weight.shape[1], layout_of(weight).scale_type
+        order = None if weight.order is None else weight.order.tobytes()
+        return weight.format, weight.shape[1], layout_of(weight).scale_type, order
 
     return len({key(weight) for weight in weights}) == 1
 
@@ -265,6 +287,7 @@ def concatenate(weights: Sequence[WeightTensor]) -> WeightTensor:
         stacked("scales"),
         stacked("minima"),
         stacked("zeros"),
+        weights[0].order,
         exact=all(weight.exact for weight in weights),
         source="+".join(dict.fromkeys(weight.source for weight in weights)),
     )

@@ -117,6 +117,7 @@ def lookup(weight: WeightTensor, tokens: NDArray[np.int32]) -> Float32:
     if weight.format.bits == 16:
         return from_bf16(codes.astype(np.uint16))
     assert not weight.format.is_rotated, "a rotated weight cannot be looked up"
+    assert weight.order is None, "a weight with an order cannot be looked up"
     assert weight.scales is not None
     group = weight.format.group_size or weight.shape[1]
 
@@ -285,16 +286,22 @@ class ReferenceLinear:
     bias: Float32 | None = None
 
 
+def _side_by_side(x: Float32, parts: Sequence[ReferenceLinear]) -> Float32:
+    return np.concatenate([linear(x, part.weight, part.bias) for part in parts], axis=1)
+
+
 @dataclasses.dataclass(frozen=True)
 class ReferenceLayer:
-    """One layer: norms, and linears with q|k|v and gate|up fused along N."""
+    """One layer: norms, and linears whose parts read one input and write side by side: q|k|v and
+    gate|up, fused along N or each by itself.
+    """
 
     attn_norm: Float32
     ffn_norm: Float32
-    qkv: ReferenceLinear
-    o: ReferenceLinear
-    gate_up: ReferenceLinear
-    down: ReferenceLinear
+    qkv: Sequence[ReferenceLinear]
+    o: Sequence[ReferenceLinear]
+    gate_up: Sequence[ReferenceLinear]
+    down: Sequence[ReferenceLinear]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,7 +327,7 @@ class ReferenceModel:
         cos, sin = self.cos[:num_rows, None], self.sin[:num_rows, None]
         for layer in self.layers:
             x = rms_norm(hidden, layer.attn_norm, self.norm_eps)
-            qkv = linear(x, layer.qkv.weight, layer.qkv.bias)
+            qkv = _side_by_side(x, layer.qkv)
             q = rope(qkv[:, :q_size].reshape(num_rows, -1, self.head_dim), cos, sin)
             k = rope(
                 qkv[:, q_size : q_size + kv_size].reshape(num_rows, -1, self.head_dim), cos, sin
@@ -330,10 +337,10 @@ class ReferenceModel:
                 q, k = _block_rotated(q), _block_rotated(k)
             rows = KVRows.store(k, v, kv)
             attended = attention(q, rows, np.arange(num_rows)).reshape(num_rows, q_size)
-            hidden = linear(attended, layer.o.weight, layer.o.bias, hidden)
+            hidden = add32(hidden, _side_by_side(attended, layer.o))
             x = rms_norm(hidden, layer.ffn_norm, self.norm_eps)
-            gate_up = linear(x, layer.gate_up.weight, layer.gate_up.bias)
+            gate_up = _side_by_side(x, layer.gate_up)
             ffn = gate_up.shape[1] // 2
             x = silu_mul(gate_up[:, :ffn], gate_up[:, ffn:])
-            hidden = linear(x, layer.down.weight, layer.down.bias, hidden)
+            hidden = add32(hidden, _side_by_side(x, layer.down))
         return linear(rms_norm(hidden, self.final_norm, self.norm_eps), self.head)

@@ -260,7 +260,10 @@ def linear(
     """x [R, K] through one linear: quantize the activations as the format says, multiply, add.
 
     bias [N] is added to the product, and the sum to residual [R, N]. Returns float32 [R, N].
+    A weight with an order of columns takes those of x in that order, before anything else.
     """
+    if weight.order is not None:
+        x = x[:, weight.order]
     if weight.format.bits == 16:
         y = bf16_product(to_bf16(x), weight.codes.astype(np.uint16))
     elif weight.format.bits == 4 and weight.format.activation_bits == 16:

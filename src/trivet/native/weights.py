@@ -7,12 +7,14 @@ produce; `packing` turns it into the layout the kernels read. Codes are row-majo
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trivet.config import Scheme, WeightFormat
+
+T = TypeVar("T", bound=np.generic)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +28,8 @@ class WeightTensor:
     scales   float16 or float32 [N, G], G = ceil(K / group_size), or 1 for the row
     minima   like scales, scheme ``min`` only: scale * code + minimum
     zeros    uint8 [N, G], scheme ``zp`` only: scale * (code - zero)
+    order    int32 [K] or None: column j of ``codes`` is input column order[j], so that the columns of
+             a group stand together (act-order); None: they are in the input's order
     exact    whether the tensor holds its source bit for bit
     source   type of the source, for reports (``Q4_1``, ``BF16``, ...)
     """
@@ -35,6 +39,7 @@ class WeightTensor:
     scales: NDArray[np.float16] | NDArray[np.float32] | None = None
     minima: NDArray[np.float16] | NDArray[np.float32] | None = None
     zeros: NDArray[np.uint8] | None = None
+    order: NDArray[np.int32] | None = None
     exact: bool = False
     source: str = ""
 
@@ -57,6 +62,9 @@ class WeightTensor:
             assert self.scales.shape == (self.shape[0], self.num_groups), self.scales.shape
         assert (self.minima is not None) == (scheme is Scheme.MIN), scheme
         assert (self.zeros is not None) == (scheme is Scheme.ZP), scheme
+        if self.order is not None:
+            assert self.order.dtype == np.int32, self.order.dtype
+            assert np.array_equal(np.sort(self.order), np.arange(self.shape[1])), "a permutation"
 
 
 ROW_ACTIVATION_GROUP = (
@@ -88,12 +96,23 @@ def rotate(columns: NDArray[np.float64]) -> NDArray[np.float64]:
     return blocks.reshape(columns.shape)
 
 
+def in_input_order(columns: NDArray[T], order: NDArray[np.int32]) -> NDArray[T]:
+    """Columns [..., K] that stand in a weight's ``order``, as the input has them."""
+    result = np.empty_like(columns)
+    result[..., order] = columns
+    return result
+
+
 def dequantize(weight: WeightTensor, *, rotated: bool = False) -> NDArray[np.float32]:
-    """The values a weight stands for, float32 [N, K].
+    """The values a weight stands for, float32 [N, K], columns in the input's order.
 
     Each is the exact scale * (code - offset) + minimum, rounded once to float32. Whole-row int8 is
     turned back by the block Hadamard, or left as stored when ``rotated``.
     """
+    if weight.order is not None:
+        return in_input_order(
+            dequantize(dataclasses.replace(weight, order=None), rotated=rotated), weight.order
+        )
     if weight.format.bits == 16:
         return (weight.codes.astype(np.uint32) << 16).view(np.float32)
     assert weight.scales is not None

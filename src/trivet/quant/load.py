@@ -29,6 +29,7 @@ from trivet.checkpoint.packed import PackedFile, PackedTensor
 from trivet.config import PAGE_TOKENS, SPAN_TOKENS, WeightFormat
 from trivet.errors import CheckpointError, ConfigError
 from trivet.models import ModelSpec
+from trivet.native.packing import LINEARS, linear_names
 from trivet.sizing import format_bytes
 
 if TYPE_CHECKING:
@@ -238,15 +239,19 @@ def _check_tables(file: PackedFile, spec: ModelSpec) -> None:
     }
     if not spec.tied_embeddings:
         shapes["embed"] = shapes["head"]
+    outputs = {
+        "q": spec.q_size, "k": spec.kv_size, "v": spec.kv_size, "o": spec.hidden_size,
+        "gate": spec.ffn_size, "up": spec.ffn_size, "down": spec.hidden_size,
+    }  # fmt: skip
+    inputs = {"o": spec.q_size, "down": spec.ffn_size}
     for layer in range(spec.num_layers):
-        shapes |= {
-            f"layers.{layer}.attn_norm": (1, spec.hidden_size),
-            f"layers.{layer}.mlp_norm": (1, spec.hidden_size),
-            f"layers.{layer}.qkv": (spec.q_size + 2 * spec.kv_size, spec.hidden_size),
-            f"layers.{layer}.o": (spec.hidden_size, spec.q_size),
-            f"layers.{layer}.gate_up": (2 * spec.ffn_size, spec.hidden_size),
-            f"layers.{layer}.down": (spec.hidden_size, spec.ffn_size),
-        }
+        for role in ("attn_norm", "mlp_norm"):
+            shapes[f"layers.{layer}.{role}"] = (1, spec.hidden_size)
+        for linear, roles in LINEARS.items():
+            names = linear_names(file.tensors, layer, linear)
+            rows = [outputs[role] for role in roles]
+            for name, n in zip(names, rows if len(names) > 1 else [sum(rows)], strict=True):
+                shapes[name] = (n, inputs.get(linear, spec.hidden_size))
     for name, shape in shapes.items():
         tensor = file.tensors.get(name)
         if tensor is None or (tensor.n, tensor.k) != shape:
@@ -254,6 +259,6 @@ def _check_tables(file: PackedFile, spec: ModelSpec) -> None:
         is_vector = name.startswith("rope.") or name.endswith("_norm")
         is_looked_up = name == "embed" or (name == "head" and spec.tied_embeddings)
         if (tensor.kind == "f32") != is_vector or (
-            is_looked_up and tensor.kind not in ("bf16", "int8_group")
+            is_looked_up and (tensor.kind not in ("bf16", "int8_group") or tensor.order is not None)
         ):
             raise CheckpointError(file.path, f"cannot be of kind {tensor.kind}; delete it", name)

@@ -128,6 +128,7 @@ class _Tensor:
     scales: int | None = None
     minima: int | None = None
     zeros: int | None = None
+    order: int | None = None
 
 
 class _OneLayer:

@@ -23,11 +23,13 @@ from trivet.checkpoint import SourceTensor
 from trivet.checkpoint.cache import cache_key
 from trivet.checkpoint.packed import PackedFile, PackedTensor, PackedWriter
 from trivet.checkpoint.resolve import ModelSource
+from trivet.checkpoint.source import FloatMatrix
 from trivet.checkpoint.tokenizer import TokenizerData, quick_json
 from trivet.config import Scheme, WeightFormat
 from trivet.errors import CheckpointError, QuantError
 from trivet.models import Model, ModelSpec, rope_tables
 from trivet.native.packing import (
+    LINEARS,
     Layout,
     PackedWeight,
     ScaleType,
@@ -35,15 +37,15 @@ from trivet.native.packing import (
     concatenate,
     pack,
 )
-from trivet.native.weights import WeightTensor
+from trivet.native.weights import WeightTensor, dequantize
 from trivet.quant.load import Progress
-from trivet.quant.rtn import Converted, convert, frobenius, own_format, source_type
+from trivet.quant.rtn import Converted, convert, frobenius, own_format
 
 _FLOATS = ("F32", "F16", "BF16")
 Bias = NDArray[np.float32] | None
 TABLE_FORMAT = WeightFormat(8, 32)  # embedding and head of quantized models
 _ROW_GROUP = 128  # groups of 8 bits that hold what had one scale a row in 4
-_LINEARS = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
+_WIDENED = {Scheme.SYM: Scheme.SYM, Scheme.ZP: Scheme.SYM, Scheme.MIN: Scheme.MIN}  # 4 bits in 8
 
 
 def make_cache(
@@ -61,7 +63,7 @@ def make_cache(
     key            what `cache_key` gives; stored
     Raises CheckpointError: the model is unsound or changes meanwhile. OSError: the disk is full.
     """
-    capacity = (1 << 16) + 1024 * (8 + 6 * model.spec.num_layers)
+    capacity = (1 << 16) + 1024 * (8 + 9 * model.spec.num_layers)
     with PackedWriter(path, capacity) as writer:
         header = pack_model(model, target, writer, progress)
         data = _within(model.tokenizer_data(), model.spec.vocab_size, source.path)
@@ -128,22 +130,24 @@ def pack_model(
 
     Tensors: ``head`` and, unless tied, ``embed``; ``final_norm``; ``rope.cos`` and ``rope.sin``; per
     layer ``attn_norm``, ``qkv``, ``o``, ``mlp_norm``, ``gate_up``, ``down``. q, k, v and gate, up are
-    always fused along N. The table that is looked up (``embed``, or a tied ``head``) is bf16 or
-    int8 groups, whatever the rest is. target None: the file's own formats.
+    fused along N; where they differ in format or in the order of their columns, ``q``, ``k``, ``v`` or
+    ``gate``, ``up`` stand in their place. The table that is looked up (``embed``, or a tied ``head``)
+    is bf16 or int8 groups, whatever the rest is. target None: the file's own formats.
     """
     spec = model.spec
     jobs = list(_jobs(spec, target))
-    for done, (job, converted, packed, bias) in enumerate(_converted(model, jobs), 1):
-        weight = converted.weight
-        writer.add_weight(
-            job.name,
-            packed,
-            bias,
-            source=weight.source,
-            exact=weight.exact,
-            rel_error=converted.rel_error,
-            note=converted.note,
-        )
+    for done, pieces in enumerate(_converted(model, jobs), 1):
+        for piece in pieces:
+            weight = piece.converted.weight
+            writer.add_weight(
+                piece.name,
+                piece.packed,
+                piece.bias,
+                source=weight.source,
+                exact=weight.exact,
+                rel_error=piece.converted.rel_error,
+                note=piece.converted.note,
+            )
         if progress is not None:
             progress("packing", done, len(jobs))
     writer.add_floats("final_norm", model.norm("final_norm"))
@@ -167,100 +171,98 @@ def _jobs(spec: ModelSpec, target: WeightFormat | None) -> Iterator[_Job]:
     if not tied:
         yield _Job("embed", ("embed",), 0, table, is_table=True)
     for layer in range(spec.num_layers):
-        for name, roles in _LINEARS.items():
+        for name, roles in LINEARS.items():
             yield _Job(f"layers.{layer}.{name}", roles, layer, target)
 
 
-def _converted(
-    model: Model, jobs: list[_Job]
-) -> Iterator[tuple[_Job, Converted, PackedWeight, Bias]]:
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """A tensor of the file, ready to be written. converted: its weight still in row order."""
+
+    name: str
+    converted: Converted
+    packed: PackedWeight
+    bias: Bias
+
+
+def _converted(model: Model, jobs: list[_Job]) -> Iterator[list[_Piece]]:
     """Jobs done in order by a few threads (numpy releases the GIL), few of them at a time."""
     num_threads = min(4, len(os.sched_getaffinity(0)))
     with concurrent.futures.ThreadPoolExecutor(num_threads, "trivet-pack") as pool:
-        waiting = deque[tuple[_Job, concurrent.futures.Future[Any]]]()
+        waiting = deque[concurrent.futures.Future[list[_Piece]]]()
         remaining = iter(jobs)
         try:
             for job in remaining:
-                waiting.append((job, pool.submit(_convert_job, model, job)))
+                waiting.append(pool.submit(_convert_job, model, job))
                 if len(waiting) > num_threads:
-                    done, future = waiting.popleft()
-                    yield done, *future.result()
+                    yield waiting.popleft().result()
             while waiting:
-                done, future = waiting.popleft()
-                yield done, *future.result()
+                yield waiting.popleft().result()
         finally:
-            for _, future in waiting:
+            for future in waiting:
                 future.cancel()
 
 
-def _convert_job(model: Model, job: _Job) -> tuple[Converted, PackedWeight, Bias]:
-    sources = [model.matrix(role, job.layer) for role in job.roles]
+def _convert_job(model: Model, job: _Job) -> list[_Piece]:
+    """The tensors of a job: one, or one a role where they cannot be fused as they are."""
     try:
-        converted = _fused(sources, job)
+        parts = [_part(model.matrix(role, job.layer), job) for role in job.roles]
     except QuantError as error:
         name = model.file_name(job.roles[0], job.layer)
         raise CheckpointError(model.checkpoint.path, str(error), tensor=name) from None
-    biases = [model.bias(role, job.layer) for role in job.roles] if not _is_table(job) else [None]
-    present = [bias for bias in biases if bias is not None]
-    return converted, pack(converted.weight), np.concatenate(present) if present else None
+    biases: list[Bias] = [None]
+    if job.name not in ("head", "embed"):
+        biases = [model.bias(role, job.layer) for role in job.roles]
+    if can_concatenate([part.weight for part in parts]):
+        present = [bias for bias in biases if bias is not None]
+        fused = _fused(parts)
+        bias = np.concatenate(present) if present else None
+        return [_Piece(job.name, fused, pack(fused.weight), bias)]
+    layer = job.name.rpartition(".")[0]
+    return [
+        _Piece(f"{layer}.{role}", part, pack(part.weight), bias)
+        for role, part, bias in zip(job.roles, parts, biases, strict=True)
+    ]
 
 
-def _is_table(job: _Job) -> bool:
-    return job.name in ("head", "embed")
+def _part(source: SourceTensor, job: _Job) -> Converted:
+    """One role's weight in its format, with the norm that its error is a part of."""
+    target = job.target
+    if job.is_table:
+        source = _looked_up(source)
+        target = _table_format(source) if target is None else target
+    return convert(source, own_format(source) if target is None else target)
 
 
-def _fused(sources: list[SourceTensor], job: _Job) -> Converted:
-    """One weight from the sources of a job, all in one format."""
-    target = job.target if job.target is not None else _common_format(sources, job.is_table)
-    parts = [convert(source, target) for source in sources]
-    weights = [part.weight for part in parts]
-    if not can_concatenate(weights):  # scales of some fit fp16 and of others do not
-        weights = [_with_float_scales(weight) for weight in weights]
-    notes = [part.note for part in parts if part.note]
-    if len({own_format(source) for source in sources}) > 1 and job.target is None:
-        kinds = "+".join(source_type(source) for source in sources)
-        notes.append(f"fused from {kinds}")
-    weight = concatenate(weights) if len(weights) > 1 else weights[0]
+def _fused(parts: list[Converted]) -> Converted:
+    """One weight of several in one format, or the only one."""
+    if len(parts) == 1:
+        return parts[0]
+    weight = concatenate([part.weight for part in parts])
     error = norm = 0.0
     if any(part.error for part in parts):
         error = math.hypot(*(part.error for part in parts))
-        norm = math.hypot(
-            *(
-                frobenius(source) if part.norm is None else part.norm
-                for part, source in zip(parts, sources, strict=True)
-            )
-        )
+        norm = math.hypot(*(part.norm or frobenius(part.weight) for part in parts))
+    notes = [part.note for part in parts if part.note]
     return Converted(weight, error, norm, "; ".join(dict.fromkeys(notes)))
 
 
-def _common_format(sources: list[SourceTensor], is_table: bool) -> WeightFormat:
-    """The file's own format where all sources share it; else one that loses least.
-
-    Grids without minima and with the same groups meet in 8 bits exactly, and so do grids with minima;
-    anything else is rounded to int8 groups of 32. A table that is looked up cannot stay in 4 bits.
-    """
-    formats = {own_format(source) for source in sources}
-    if len(formats) == 1:
-        only = next(iter(formats))
-        if not is_table or only.bits == 16 or (only.bits == 8 and not only.is_rotated):
-            return only
-    groups = {f.group_size for f in formats}
-    with_minima = {f.scheme is Scheme.MIN for f in formats}
-    if (
-        len(groups) > 1
-        or len(with_minima) > 1
-        or any(f.bits == 16 or f.is_rotated for f in formats)
-    ):
+def _table_format(source: SourceTensor) -> WeightFormat:
+    """The file's own format where a table can have it; what is looked up cannot stay in 4 bits."""
+    own = own_format(source)
+    if own.bits == 16 or (own.bits == 8 and not own.is_rotated):
+        return own
+    if own.is_rotated:
         return TABLE_FORMAT
-    scheme = Scheme.MIN if with_minima == {True} else Scheme.SYM
-    return WeightFormat(8, next(iter(groups)) or _ROW_GROUP, scheme)
+    return WeightFormat(8, own.group_size or _ROW_GROUP, _WIDENED[own.scheme])
 
 
-def _with_float_scales(weight: WeightTensor) -> WeightTensor:
-    def wide(values: Any) -> Any:
-        return None if values is None else values.astype(np.float32)
-
-    return dataclasses.replace(weight, scales=wide(weight.scales), minima=wide(weight.minima))
+def _looked_up(source: SourceTensor) -> SourceTensor:
+    """A table with its columns in the input's order."""
+    if not isinstance(source, WeightTensor) or source.order is None:
+        return source
+    note = "act-order: a table that is looked up has its columns in order"
+    return FloatMatrix(dequantize(source), TABLE_FORMAT, source.source, note)
 
 
 def _form(tensors: Mapping[str, PackedTensor]) -> str:

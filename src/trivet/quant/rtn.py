@@ -20,7 +20,13 @@ from trivet.checkpoint import SourceTensor
 from trivet.checkpoint.source import FloatMatrix, bf16_to_float, float_to_bf16
 from trivet.config import Scheme, WeightFormat
 from trivet.errors import QuantError
-from trivet.native.weights import WeightTensor, dequantize, hadamard_width, rotate
+from trivet.native.weights import (
+    WeightTensor,
+    dequantize,
+    hadamard_width,
+    in_input_order,
+    rotate,
+)
 
 Float32 = NDArray[np.float32]
 
@@ -113,6 +119,9 @@ def float_rows(source: SourceTensor, begin: int, end: int) -> Float32:
     if not isinstance(source, WeightTensor):
         return source[begin:end].astype(np.float32)
     part = _rows(source, begin, end)
+    if part.order is not None:
+        natural = dataclasses.replace(part, order=None)
+        return in_input_order(float_rows(natural, 0, end - begin), part.order)
     if part.scales is None or part.scales.dtype != np.float16 or part.zeros is not None:
         return dequantize(part)
     # fp16 scale times code is exact in float32, so adding a minimum rounds once, like dequantize.
@@ -179,7 +188,9 @@ def _widened(source: WeightTensor, target: WeightFormat) -> Converted | None:
         return values if values is None or own else np.repeat(values, -(-k // group), axis=1)
 
     scales, minima = spread(source.scales), spread(source.minima)
-    weight = WeightTensor(target, codes, scales, minima, exact=source.exact, source=source.source)
+    weight = WeightTensor(
+        target, codes, scales, minima, None, source.order, exact=source.exact, source=source.source
+    )
     return Converted(weight, note="widened to 8 bits")
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from trivet.checkpoint.source import FloatMatrix
 from trivet.config import Scheme, WeightFormat
 from trivet.errors import QuantError
-from trivet.native.weights import WeightTensor
+from trivet.native.weights import WeightTensor, in_input_order
 
 Float32 = NDArray[np.float32]
 UInt8 = NDArray[np.uint8]
@@ -120,20 +120,27 @@ def to_source(grid: CodeGrid, source: str) -> WeightTensor | FloatMatrix:
     """A grid as the engine's own form where that holds every value, else as float rows.
 
     2 and 3 bits widen to 4, 5 to 7 bits to 8; a group of 256, and beyond 4 bits one of the row, becomes
-    groups of 128 that share a scale. Not on the engine's grids: columns in another order than their
-    groups, groups that are no multiple of 16, and 8-bit zero points that put a code beyond int8.
+    groups of 128 that share a scale. Of act-order the columns are sorted by group, stably, and the
+    weight keeps their order. Not on the engine's grids: groups of unequal sizes, groups that are no
+    multiple of 16, and 8-bit zero points that put a code beyond int8.
 
     source  names the file's format in reports
     """
     grid = normalized(grid)
     k = grid.shape[1]
 
-    def requantized(note: str) -> FloatMatrix:
-        return FloatMatrix(grid.values(), _REQUANTIZED, source, note)
+    stored = grid
 
-    if grid.group_index is not None:
-        return requantized("act-order: the columns of a group are not together")
+    def requantized(note: str) -> FloatMatrix:
+        return FloatMatrix(stored.values(), _REQUANTIZED, source, note)
+
     own = grid.group_size
+    order: NDArray[np.int32] | None = None
+    if grid.group_index is not None:
+        order = np.argsort(grid.group_index, kind="stable").astype(np.int32)
+        assert own is not None, "an index of one group is the natural order"
+        if not np.array_equal(grid.group_index[order], np.arange(k) // own):
+            return requantized("act-order with groups of unequal sizes")
     group = next((g for g in _ENGINE_GROUPS if own is None or own % g == 0), None)
     if group is None:
         return requantized(f"groups of {own} are no multiple of 16")
@@ -148,23 +155,28 @@ def to_source(grid: CodeGrid, source: str) -> WeightTensor | FloatMatrix:
             return np.repeat(values, count, axis=1)
         return np.ascontiguousarray(np.repeat(values, own // group, axis=1)[:, :count])
 
+    if order is not None:
+        sorted_codes = np.ascontiguousarray(grid.codes[:, order])
+        grid = dataclasses.replace(grid, codes=sorted_codes, group_index=None)
     scales = spread(_narrow(grid.scales))
+
+    def held(form: WeightFormat, codes: Any, zeros: UInt8 | None = None) -> WeightTensor:
+        return WeightTensor(form, codes, scales, None, zeros, order, exact=True, source=source)
+
     if grid.bits <= 4 and grid.zeros is None:
         codes = grid.codes + np.uint8(8 - grid.middle)
-        return WeightTensor(WeightFormat(4, group), codes, scales, exact=True, source=source)
+        return held(WeightFormat(4, group), codes)
     if grid.bits <= 4:
         assert grid.zeros is not None
         zp = WeightFormat(4, group, Scheme.ZP)
-        zeros = spread(grid.zeros)
-        return WeightTensor(zp, grid.codes, scales, None, zeros, exact=True, source=source)
+        return held(zp, grid.codes, spread(grid.zeros))
     offsets: NDArray[np.int16] | int = grid.middle
     if grid.zeros is not None:
         offsets = grid.zeros.astype(np.int16)[:, grid.column_groups()]
     signed = grid.codes.astype(np.int16) - offsets
     if signed.size and (int(signed.max()) > 127 or int(signed.min()) < -128):
         return requantized("8-bit zero points put codes beyond int8")
-    codes8 = signed.astype(np.int8)
-    return WeightTensor(WeightFormat(8, group), codes8, scales, exact=True, source=source)
+    return held(WeightFormat(8, group), signed.astype(np.int8))
 
 
 def _narrow(scales: NDArray[np.float16] | Float32) -> NDArray[np.float16] | Float32:
@@ -191,4 +203,11 @@ def to_grid(weight: WeightTensor) -> CodeGrid:
     codes = weight.codes.astype(np.uint8)
     if form.bits == 8:
         codes = (weight.codes.astype(np.int16) + 128).astype(np.uint8)
-    return normalized(CodeGrid(form.bits, form.group_size, codes, weight.scales, weight.zeros))
+    index: NDArray[np.int32] | None = None
+    if weight.order is not None:
+        codes = in_input_order(codes, weight.order)
+        groups = (np.arange(codes.shape[1]) // (form.group_size or codes.shape[1])).astype(np.int32)
+        index = in_input_order(groups, weight.order)
+    return normalized(
+        CodeGrid(form.bits, form.group_size, codes, weight.scales, weight.zeros, index)
+    )

@@ -7,7 +7,8 @@ which makes groups alike, and then:
 - a value that is no number rejects;
 - a group rejects whose error (root mean square, or mean) stands far out of its own tensor's groups;
 - a tensor rejects whose error on the baseline's activations is MAX_RTN_RATIO times that of rounding the
-  baseline to the same format, which is the least a method should reach;
+  baseline to the same format, which is the least a method should reach (codes that use a part of their
+  range, as 6 bits in 8 do, have that many more steps of error);
 - a tensor in another format than was asked for rejects.
 
 Methods that move scale between neighbours (AWQ, SmoothQuant) are seen through: a norm counts together
@@ -34,8 +35,14 @@ from trivet.errors import QuantError
 from trivet.evaluate.results import CheckResult, Finding, Kind
 from trivet.loader import LoadedModel
 from trivet.native.api import Arena, StepInput
-from trivet.native.packing import unpack
-from trivet.native.weights import WeightTensor, dequantize, hadamard_width, rotate
+from trivet.native.packing import LINEARS, linear_names, unpack
+from trivet.native.weights import (
+    WeightTensor,
+    dequantize,
+    hadamard_width,
+    in_input_order,
+    rotate,
+)
 from trivet.quant.rtn import convert
 
 Float32 = NDArray[np.float32]
@@ -57,8 +64,16 @@ _SAMPLE_ROWS = 48  # of each tensor, for the error on activations
 _TEXT_TOKENS = 192  # of the text whose activations are used
 _CHUNK_VALUES = 1 << 18  # of the rows that are compared at once: they stay in the cache
 _COPY = "copy"  # the sink that keeps x
-_FEEDS = {"qkv": "attn_norm", "gate_up": "mlp_norm"}
-_TAPS = {"qkv": "attn_in", "o": "o_in", "gate_up": "ffn_in", "down": "down_in"}
+_FEEDS = {
+    **dict.fromkeys(("qkv", *LINEARS["qkv"]), "attn_norm"),
+    **dict.fromkeys(("gate_up", *LINEARS["gate_up"]), "mlp_norm"),
+}
+_TAPS = {
+    **dict.fromkeys(("qkv", *LINEARS["qkv"]), "attn_in"),
+    "o": "o_in",
+    **dict.fromkeys(("gate_up", *LINEARS["gate_up"]), "ffn_in"),
+    "down": "down_in",
+}
 
 
 @dataclasses.dataclass
@@ -103,20 +118,20 @@ def check(
     asked = None if candidate.config.weights == "auto" else candidate.config.weights
     inputs = _inputs(baseline, text_ids)
 
-    def compare(pair: tuple[str, str]) -> _Audit:
-        name, base_name = pair
+    def compare(pair: _Pair) -> _Audit:
+        name = pair.name
         part = _Audit()
-        if base.tensors[base_name].kind == "f32":
+        if base.tensors[pair.base].kind == "f32":
             _compare_floats(part, name, own, base)
             return part
-        form = own.tensors[name].format
+        form = own.tensors[pair.own].format
         if (
             asked is not None
             and name.startswith("layers.")
             and form != (WeightFormat.parse(asked).name)
         ):
             part.faults.append(f"{name} is {form}, not {asked}")
-        _compare_weight(part, name, base_name, own, base, inputs.get(name))
+        _compare_weight(part, pair, own, base, inputs.get(name))
         return part
 
     # Nearly all time is spent in numpy's loops, which run beside each other.
@@ -132,23 +147,74 @@ def check(
     return _result(found, candidate)
 
 
-def _pairs(own: PackedFile, base: PackedFile) -> list[tuple[str, str]] | None:
-    """(tensor of the candidate, the baseline's that it is held against); None: other architectures.
+def _all_rows() -> slice:
+    return slice(None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pair:
+    """A tensor of the candidate and the baseline's that it is held against.
+
+    name        what reports call it
+    own_rows, base_rows  the rows of each; all unless the other model has these rows alone
+    """
+
+    name: str
+    own: str
+    base: str
+    own_rows: slice = dataclasses.field(default_factory=_all_rows)
+    base_rows: slice = dataclasses.field(default_factory=_all_rows)
+
+
+def _pairs(own: PackedFile, base: PackedFile) -> list[_Pair] | None:
+    """What is held against what; None: other architectures.
 
     Where one model has the embedding and the head as one tensor and the other as two, both of the two
     are held against the one.
     """
-    names = [(name, name) for name in base.tensors if name in own.tensors]
-    odd = own.tensors.keys() ^ base.tensors.keys()
+    pairs = [
+        pair
+        for layer in range(sum(name.endswith(".attn_norm") for name in base.tensors))
+        for linear in LINEARS
+        for pair in _linear_pairs(own, base, layer, linear)
+    ]
+    left = own.tensors.keys() - {pair.own for pair in pairs}
+    base_left = base.tensors.keys() - {pair.base for pair in pairs}
+    pairs += [_Pair(name, name, name) for name in base.tensors if name in left & base_left]
+    odd = left ^ base_left
     if odd == {"embed"}:
-        names.append(("embed", "head") if "embed" in own.tensors else ("head", "embed"))
+        ours, theirs = ("embed", "head") if "embed" in left else ("head", "embed")
+        pairs.append(_Pair(ours, ours, theirs))
     elif odd:
         return None
-    for name, base_name in names:
-        one, other = own.tensors[name], base.tensors[base_name]
-        if (one.n, one.k) != (other.n, other.k):
+    for pair in pairs:
+        one, other = own.tensors[pair.own], base.tensors[pair.base]
+        rows, base_rows = (
+            len(range(tensor.n)[part])
+            for tensor, part in ((one, pair.own_rows), (other, pair.base_rows))
+        )
+        if (rows, one.k) != (base_rows, other.k):
             return None
-    return names
+    return pairs
+
+
+def _linear_pairs(own: PackedFile, base: PackedFile, layer: int, linear: str) -> list[_Pair]:
+    """The tensors of one linear, role by role where one model has them apart."""
+    ours, theirs = (linear_names(file.tensors, layer, linear) for file in (own, base))
+    if not (set(ours) <= own.tensors.keys() and set(theirs) <= base.tensors.keys()):
+        return []
+    if len(ours) == len(theirs):
+        return [_Pair(name, name, name) for name in ours]
+    apart, file = (ours, own) if len(ours) > 1 else (theirs, base)
+    pairs, start = [], 0
+    for name in apart:
+        rows = slice(start, start + file.tensors[name].n)
+        start = rows.stop
+        if file is own:
+            pairs.append(_Pair(name, name, theirs[0], base_rows=rows))
+        else:
+            pairs.append(_Pair(name, ours[0], name, own_rows=rows))
+    return pairs
 
 
 def _result(found: _Audit, candidate: LoadedModel) -> CheckResult:
@@ -190,25 +256,27 @@ def _compare_floats(found: _Audit, name: str, own: PackedFile, base: PackedFile)
 
 def _compare_weight(
     found: _Audit,
-    name: str,
-    base_name: str,
+    pair: _Pair,
     own: PackedFile,
     base: PackedFile,
     inputs: Float32 | None,
 ) -> None:
-    weight, wanted = unpack(own.weight(name)), unpack(base.weight(base_name))
+    name = pair.name
+    weight = _rows(unpack(own.weight(pair.own)), pair.own_rows)
+    wanted = _rows(unpack(base.weight(pair.base)), pair.base_rows)
     for part in ("scales", "minima"):
         values = getattr(weight, part)
         if values is not None and not np.isfinite(values).all():
             found.faults.append(f"{name}: {part} hold values that are no numbers")
             return
-    bias, wanted_bias = own.bias(name), base.bias(base_name)
+    bias, wanted_bias = own.bias(pair.own), base.bias(pair.base)
     if (bias is None) != (wanted_bias is None) or (
-        bias is not None and wanted_bias is not None
-        and not np.allclose(bias, wanted_bias, rtol=1e-2, atol=1e-4)
-    ):  # fmt: skip
+        bias is not None
+        and wanted_bias is not None
+        and not np.allclose(bias[pair.own_rows], wanted_bias[pair.base_rows], rtol=1e-2, atol=1e-4)
+    ):
         found.faults.append(f"{name}: the bias is not the baseline's")
-    factor = _norm_factor(name, own, base)
+    factor = _norm_factor(name, weight.shape[1], own, base)
     gains = np.ones(weight.shape[0], np.float32), np.ones(weight.shape[1], np.float32)
     relative, rms, mean = _errors(weight, wanted, factor, gains)
     if relative > _GAINS_FROM:
@@ -288,7 +356,7 @@ def _compare_rounding(
     own_error, least, total = (_output_square(rows, inputs) for rows in (error, rounded, kept))
     if total <= 0 or own_error / total < 1e-5:
         return
-    ratio = math.sqrt(own_error / least) if least > 0 else math.inf
+    ratio = math.sqrt(own_error / least) / _coarseness(weight) if least > 0 else math.inf
     found.ratios[name] = ratio
     if ratio > MAX_RTN_RATIO:
         found.faults.append(
@@ -297,15 +365,22 @@ def _compare_rounding(
         )
 
 
+def _coarseness(weight: WeightTensor) -> float:
+    """Levels that codes could have over those that they span: 2 for 3 bits in 4, 4 for 6 in 8."""
+    if weight.scales is None:
+        return 1.0
+    span = int(weight.codes.max()) - int(weight.codes.min())
+    return max(1.0, (15 if weight.format.bits == 4 else 254) / max(span, 1))
+
+
 def _output_square(rows: Float32, inputs: Float32) -> float:
     """Sum of squares of what rows of a weight [n, K] make of inputs [T, K]."""
     output = rows @ inputs.T
     return float(np.einsum("ij,ij->", output, output, dtype=np.float64))
 
 
-def _norm_factor(name: str, own: PackedFile, base: PackedFile) -> Float32:
+def _norm_factor(name: str, columns: int, own: PackedFile, base: PackedFile) -> Float32:
     """What the norm before a weight multiplies its columns by, relative to the baseline's norm."""
-    columns = own.tensors[name].k
     layer, _, role = name.rpartition(".")
     if role not in _FEEDS:
         return np.ones(columns, np.float32)
@@ -353,6 +428,8 @@ def _group_errors(
     squares of the error and of the values.
     """
     n, k = error.shape
+    if weight.order is not None:  # groups are of columns as the weight has them
+        error, kept, columns = (x[..., weight.order] for x in (error, kept, columns))
     group = weight.format.group_size or 32
     num_groups = -(-k // group)
 
@@ -401,19 +478,22 @@ def _runs(weight: WeightTensor) -> Iterator[tuple[int, int]]:
         yield start, min(n, start + step)
 
 
-def _values(weight: WeightTensor, rows: slice | NDArray[np.intp]) -> Float32:
-    """Some rows as float32, without float64 where groups are whole: exact enough here."""
-
+def _rows(weight: WeightTensor, rows: slice | NDArray[np.intp]) -> WeightTensor:
     def cut(part: NDArray[Any] | None) -> Any:
         return None if part is None else part[rows]
 
-    part = dataclasses.replace(
+    return dataclasses.replace(
         weight,
         codes=cut(weight.codes),
         scales=cut(weight.scales),
         minima=cut(weight.minima),
         zeros=cut(weight.zeros),
     )
+
+
+def _values(weight: WeightTensor, rows: slice | NDArray[np.intp]) -> Float32:
+    """Some rows as float32, without float64 where groups are whole: exact enough here."""
+    part = _rows(weight, rows)
     k = part.shape[1]
     group = part.format.group_size or k
     if part.scales is None or k % group:
@@ -431,7 +511,8 @@ def _values(weight: WeightTensor, rows: slice | NDArray[np.intp]) -> Float32:
         # In pieces that BLAS does not spread over threads: there is one beside this already.
         pieces = values.reshape(-1, math.gcd(values.size // len(matrix), 32), len(matrix))
         values = pieces @ matrix
-    return values.reshape(-1, k)
+    flat: Float32 = values.reshape(-1, k)
+    return flat if part.order is None else in_input_order(flat, part.order)
 
 
 @functools.cache
