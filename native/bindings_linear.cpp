@@ -79,7 +79,7 @@ void linear(const std::string& level, int kind, int scheme, int scale_type, int3
             Bytes x_codes, std::optional<Array<const float, 2>> x_scales,
             std::optional<Array<const int32_t, 2>> x_sums, int32_t block_begin, int32_t block_end,
             Array<float, 2> out, bool accumulate) {
-    require(kind >= 0 && kind <= 5 && scheme >= 0 && scheme <= 2, "kind or scheme is unknown");
+    require(kind >= 0 && kind <= 6 && scheme >= 0 && scheme <= 2, "kind or scheme is unknown");
     require(scale_type == 0 || scale_type == 1, "scale_type is unknown");
     require(n > 0 && k > 0 && rows >= 0, "n and k are positive, rows not negative");
     LinearWeight w{};

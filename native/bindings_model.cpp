@@ -75,7 +75,7 @@ LinearPart read_linear(const nb::dict& d, const Reader& reader) {
     LinearPart part;
     LinearWeight& w = part.weight;
     w = {};
-    w.kind = static_cast<WeightKind>(enumerator(d["kind"], 6, "weight kind"));
+    w.kind = static_cast<WeightKind>(enumerator(d["kind"], 7, "weight kind"));
     w.scheme = static_cast<Scheme>(enumerator(d["scheme"], 3, "scheme"));
     w.scale_type = static_cast<ScaleType>(enumerator(d["scale_type"], 2, "scale type"));
     w.n = positive(d["n"], "n");

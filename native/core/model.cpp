@@ -72,6 +72,7 @@ Model::Model(ModelWeights weights, Level level, int num_threads)
             "model: the embedding is not [vocab, hidden]");
     require(w.embedding.kind != WeightKind::kInt8Row,
             "model: the embedding cannot be whole-row int8, whose columns are rotated");
+    require(w.embedding.kind != WeightKind::kFp8, "model: the embedding cannot be fp8");
     q_width_ = w.num_heads * w.head_dim;
     qkv_width_ = q_width_ + 2 * w.num_kv_heads * w.head_dim;
     sm_scale_ = static_cast<float>(1.0 / std::sqrt(static_cast<double>(w.head_dim)));
@@ -125,8 +126,8 @@ int32_t Model::add_linear(OpClass op_class, Point point, Source source, const fl
                                      : needs_sums      ? WeightKind::kInt4Bf16
                                      : is_int4(w.kind) ? WeightKind::kInt8Group
                                                        : w.kind;
-        const Form form = {form_kind, plain ? 0 : w.group, part.hadamard, w.k_padded,
-                           plain ? 0 : w.num_groups, part.order};
+        const Form form = {form_kind,  plain ? 0 : w.group,      part.hadamard,
+                           w.k_padded, plain ? 0 : w.num_groups, part.order};
         auto found = std::find(op.forms.begin(), op.forms.end(), form);
         if (found == op.forms.end()) found = op.forms.insert(op.forms.end(), form);
         op.parts.push_back({w, select(*kernels_.linear, w.kind),

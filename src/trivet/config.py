@@ -17,18 +17,20 @@ PAGE_TOKENS = 32  # tokens of one KV page; part of the numerics contract (key bl
 SPAN_TOKENS = 256  # keys of one attention span; part of the numerics contract
 
 _GROUPED = re.compile(r"w(4|8)a(8|16)-(?:g(16|32|64|128)|row)(?:-(zp|min))?\Z")
+_FP8 = re.compile(r"fp8-(?:g(16|32|64|128)|row)\Z")
 _WEIGHTS_ALLOWED = (
     "bf16, w8a8, w8a8-gN[-min], w4a8-gN[-zp|-min], w4a8-row[-zp|-min], w4a16 like w4a8,"
-    " N in 16 32 64 128"
+    " fp8-gN, fp8-row, N in 16 32 64 128"
 )
 
 
 class Scheme(enum.StrEnum):
-    """How integer codes map to weights: sym s*q, zp s*(q-z), min s*q+m."""
+    """How codes map to weights: sym s*q, zp s*(q-z), min s*q+m, fp8 s*e4m3(q)."""
 
     SYM = "sym"
     ZP = "zp"
     MIN = "min"
+    FP8 = "fp8"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +39,14 @@ class WeightFormat:
 
     `parse` accepts the names of the command line: ``bf16``, ``w8a8``, ``w8a8-g32``, ``w8a8-g32-min``,
     ``w4a8-g32``, ``w4a8-g32-zp``, ``w4a8-g32-min``, groups 16, 32, 64, 128, and of 4 bits ``w4a8-row``
-    with the same endings. ``w4a16`` in place of ``w4a8`` multiplies with bf16 activations.
+    with the same endings. ``w4a16`` in place of ``w4a8`` multiplies with bf16 activations, and so do
+    ``fp8-g128`` and ``fp8-row``, whose codes are e4m3.
     """
 
     bits: int
     group_size: int | None = None
     scheme: Scheme = Scheme.SYM
-    activation_bits: int = 8  # of 4-bit weights: 8 or 16; the others have one choice
+    activation_bits: int = 8  # of 4-bit weights: 8 or 16; of fp8 16; the others have one choice
 
     @classmethod
     def parse(cls, name: str) -> WeightFormat:
@@ -51,6 +54,9 @@ class WeightFormat:
             return cls(16)
         if name in ("w8a8", "w8a8+hadamard64"):
             return cls(8)
+        match = _FP8.match(name)
+        if match:
+            return cls(8, int(match[1]) if match[1] else None, Scheme.FP8, 16)
         match = _GROUPED.match(name)
         if match:
             bits, activation_bits, group, ending = match.groups()
@@ -71,13 +77,15 @@ class WeightFormat:
         if self.is_rotated:
             return "w8a8"
         group = "row" if self.group_size is None else f"g{self.group_size}"
+        if self.scheme is Scheme.FP8:
+            return f"fp8-{group}"
         suffix = "" if self.scheme is Scheme.SYM else f"-{self.scheme.value}"
         return f"w{self.bits}a{self.activation_bits}-{group}{suffix}"
 
     @property
     def is_rotated(self) -> bool:
         """Whether the columns are rotated by the block Hadamard: whole-row int8."""
-        return self.bits == 8 and self.group_size is None
+        return self.bits == 8 and self.group_size is None and self.scheme is not Scheme.FP8
 
     @property
     def full_form(self) -> str:

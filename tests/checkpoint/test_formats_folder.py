@@ -89,14 +89,15 @@ CASES: dict[str, tuple[str, dict[str, Any], Make, str, bool]] = {
     "ct6": ("compressed-tensors", {}, _grid(6, 64), "w8a8-g64", True),
     "ct8": ("compressed-tensors", {}, _grid(8, 64), "w8a8-g64", True),
     "ct-int8": ("compressed-tensors", {"activations": True}, _grid(8, None), "w8a8-g128", True),
-    "ct-fp8": ("compressed-tensors", {}, lambda x: quantize(x, "channel"), "w8a8-g32", False),
-    "fp8-block": ("fp8", {}, lambda x: quantize(x, (128, 128)), "w8a8-g32", False),
+    "ct-fp8": ("compressed-tensors", {}, lambda x: quantize(x, "channel"), "fp8-row", True),
+    "fp8-block": ("fp8", {}, lambda x: quantize(x, (64, 64)), "fp8-g64", True),
+    "fp8-odd-block": ("fp8", {}, lambda x: quantize(x, (128, 40)), "w8a8-g32", False),
     "fp8-tensor": (
         "fp8",
         {"float_type": "F32"},
         lambda x: quantize(x, "tensor"),
-        "w8a8-g32",
-        False,
+        "fp8-row",
+        True,
     ),
 }
 
@@ -138,6 +139,7 @@ def _write(source: Path, path: Path, case: str) -> dict[str, CodeGrid | Fp8Weigh
 def test_a_folder_is_read_back_and_packed(case: str, source: Path, tmp_path: Path) -> None:
     weights = _write(source, tmp_path / case, case)
     _, options, _, form, is_exact = CASES[case]
+    narrow_form = form if form.startswith("fp8") else form.replace("row", "g128")
     model = open_model(resolve_model(tmp_path / case))
     for layer in range(2):
         for role in ("q", "k", "v", "o", "gate", "up", "down"):
@@ -146,10 +148,13 @@ def test_a_folder_is_read_back_and_packed(case: str, source: Path, tmp_path: Pat
             np.testing.assert_array_equal(to_float(read), want)
             assert isinstance(read, WeightTensor if is_exact else FloatMatrix)
             narrow = read.shape[1] <= 128  # its row is one group of 128
-            assert read.format.name == (form.replace("row", "g128") if narrow else form)
+            assert read.format.name == (narrow_form if narrow else form)
     original = open_model(resolve_model(source))
     kind = {"F16": np.float16, "F32": np.float32}.get(options.get("float_type", "F16"), np.float16)
-    if case == "fp8-block":  # its default type is bf16, which holds the tiny model exactly
+    if case in (
+        "fp8-block",
+        "fp8-odd-block",
+    ):  # its default type is bf16, which holds the tiny model exactly
         kind = np.float32
     for name in ("model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"):
         have = HuggingFaceCheckpoint(tmp_path / case).read(name)
@@ -160,7 +165,7 @@ def test_a_folder_is_read_back_and_packed(case: str, source: Path, tmp_path: Pat
         )
     assert model.spec.num_layers == original.spec.num_layers
     packed = load_packed(tmp_path / case)
-    assert set(packed.weights_form.split("+")) == {form, form.replace("row", "g128")}
+    assert set(packed.weights_form.split("+")) == {form, narrow_form}
     for report in packed.report:
         if not report.name.startswith("layers."):
             continue

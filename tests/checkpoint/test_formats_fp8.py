@@ -7,16 +7,11 @@ import pytest
 from numpy.typing import NDArray
 
 from trivet.checkpoint.formats import Fp8Weight
-from trivet.checkpoint.formats.fp8 import (
-    MAX,
-    config,
-    decode_values,
-    encode,
-    encode_values,
-    quantize,
-    to_source,
-)
+from trivet.checkpoint.formats.fp8 import config, encode, quantize, to_source
 from trivet.errors import QuantError
+from trivet.models.reference import to_float
+from trivet.native.e4m3 import MAX, decode_values, encode_values
+from trivet.native.weights import WeightTensor
 
 Float32 = NDArray[np.float32]
 CODES = np.arange(256, dtype=np.uint8)
@@ -116,12 +111,22 @@ def test_zero_blocks_and_bad_values() -> None:
         quantize(np.full((2, 2), np.inf, np.float32), "tensor")
 
 
-def test_the_engine_takes_it_as_8_bits() -> None:
-    weight = quantize(np.eye(64, dtype=np.float32), (32, 32))
+@pytest.mark.parametrize(
+    ("block", "form"),
+    [
+        ("tensor", "fp8-row"), ("channel", "fp8-row"), ((32, 32), "fp8-g32"),
+        ((128, 128), "fp8-g128"), ((7, 256), "fp8-g128"), ((50, 48), "fp8-g16"),
+        ((16, 40), "w8a8-g32"),
+    ],
+)  # fmt: skip
+def test_the_engine_takes_it_as_it_is(block: str | tuple[int, int], form: str) -> None:
+    rng = np.random.default_rng(0)
+    weight = quantize(rng.standard_normal((130, 300)).astype(np.float32), block)
     source = to_source(weight)
-    assert source.format.name == "w8a8-g32"
-    assert source.source == "FP8-block32x32"
-    np.testing.assert_array_equal(source.values, np.eye(64))
+    assert isinstance(source, WeightTensor) == form.startswith("fp8")
+    assert source.format.name == form
+    assert source.source.startswith("FP8-")
+    np.testing.assert_array_equal(to_float(source), weight.values())
 
 
 def test_the_config_has_one_granularity() -> None:

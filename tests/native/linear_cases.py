@@ -32,6 +32,9 @@ FORMATS = [
         for scheme in ("", "-zp", "-min")
     ),
     ("w4a16-g64-min", np.float32),
+    *((f"fp8-{group}", np.float32) for group in ("g16", "g32", "g64", "g128", "row")),
+    ("fp8-g128", np.float16),
+    ("fp8-row", np.float16),
 ]
 
 
@@ -52,6 +55,10 @@ def random_weight(
     scales: NDArray[Any] = (rng.uniform(0.5, 2.0, (n, groups)) * 2.0**exponents).astype(scale_dtype)
     minima: NDArray[Any] | None = None
     zeros: NDArray[np.uint8] | None = None
+    if format.scheme is Scheme.FP8:
+        codes8 = rng.integers(0, 256, (n, k), dtype=np.uint8)
+        codes8[codes8 & 127 == 127] = 3  # not NaN; a subnormal number
+        return WeightTensor(format, codes8, scales)
     if format.bits == 8:
         codes = rng.integers(-127, 128, (n, k), dtype=np.int8)
         if format.scheme is Scheme.MIN:
@@ -70,7 +77,10 @@ def extreme_weight(name: str, n: int, k: int) -> WeightTensor:
     weight = random_weight(name, n, k)
     if weight.format.bits == 16:
         return weight
-    low, high = (-127, 127) if weight.format.bits == 8 else (0, 15)
+    if weight.format.scheme is Scheme.FP8:
+        low, high = 0xFE, 0x7E
+    else:
+        low, high = (-127, 127) if weight.format.bits == 8 else (0, 15)
     codes = np.full((n, k), high, weight.codes.dtype)
     codes[1::2] = low
     return WeightTensor(weight.format, codes, weight.scales, weight.minima, weight.zeros)

@@ -15,6 +15,7 @@ from native.linear_cases import FORMATS, LEVELS, case_id, extreme_weight, random
 from trivet.config import WeightFormat
 from trivet.native import linear_kernels as kernels
 from trivet.native import reference_linear as reference
+from trivet.native.e4m3 import decode_values
 from trivet.native.packing import pack
 from trivet.native.weights import WeightTensor, dequantize
 
@@ -120,7 +121,9 @@ def test_columns_beyond_n_are_not_written(level: str) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
-    ("name", "scale_dtype"), [case for case in FORMATS if "a16" not in case[0]], ids=case_id
+    ("name", "scale_dtype"),
+    [case for case in FORMATS if "a16" not in case[0] and "fp8" not in case[0]],
+    ids=case_id,
 )
 def test_extreme_codes_do_not_saturate(level: str, name: str, scale_dtype: type) -> None:
     k = 1536
@@ -213,9 +216,12 @@ def test_a_row_is_groups_of_32_that_share_a_scale(level: str, scheme: str) -> No
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", ["w4a16-g16-min", "w4a16-g32", "w4a16-g64-zp", "w4a16-row"])
+@pytest.mark.parametrize(
+    "name",
+    ["w4a16-g16-min", "w4a16-g32", "w4a16-g64-zp", "w4a16-row", "fp8-g16", "fp8-g128", "fp8-row"],
+)
 def test_bf16_activations_stay_in_their_row(level: str, name: str) -> None:
-    """Infinite values, block ranges, bias and residual of 4-bit weights with bf16 activations."""
+    """Infinite values, block ranges, bias and residual of codes beside bf16 activations."""
     weight = random_weight(name, 45, 300, np.float16)
     packed = pack(weight)
     x = random_rows(21, 300)
@@ -249,3 +255,24 @@ def test_wide_rows_accumulate_exactly() -> None:
         want = np.float32(127 * 127 * k) * weight.scales[:, 0] * [1, -1, 1]
         assert_bits_equal(got, np.broadcast_to(want.astype(np.float32), got.shape).copy())
     assert x.shape == (2, k)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_e4m3_code_is_its_value(level: str) -> None:
+    """Subnormal numbers included, which float32 arithmetic reads as they are: they are normal there."""
+    codes = np.arange(256, dtype=np.uint8)
+    codes = codes[codes & 127 != 127].reshape(2, 127)
+    for rows in (1, 3):
+        for column in (0, 1, 64, 126):
+            weight = WeightTensor(
+                WeightFormat.parse("fp8-row"), codes, np.full((2, 1), 0.5, np.float32)
+            )
+            x = np.zeros((rows, 127), np.float32)
+            x[:, column] = 1.0
+            got = _run(level, weight, x)
+            assert_bits_equal(
+                got,
+                np.broadcast_to(
+                    decode_values(codes[:, column]) * np.float32(0.5), got.shape
+                ).copy(),
+            )

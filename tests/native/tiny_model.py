@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from trivet.config import KVFormat, Scheme, WeightFormat
 from trivet.models import ModelSpec, rope_tables
 from trivet.native import Arena, NativeModel, StepInput, load_model
+from trivet.native.e4m3 import encode_values
 from trivet.native.packing import LINEARS, Layout, pack
 from trivet.native.reference import ReferenceLayer, ReferenceLinear, ReferenceModel
 from trivet.native.reference_linear import to_bf16
@@ -19,13 +20,14 @@ from trivet.native.weights import WeightTensor
 FORMATS = [
     "bf16", "w8a8", "w8a8-g32", "w4a8-g32", "w4a8-g32-zp", "w4a8-g64-min",
     "w8a8-g16-min", "w4a8-g16", "w4a8-g16-min", "w4a8-row", "w4a8-row-zp",
-    "w4a16-g32", "w4a16-g64-min", "w4a16-row-zp",
+    "w4a16-g32", "w4a16-g64-min", "w4a16-row-zp", "fp8-g32", "fp8-row",
 ]  # fmt: skip
 # Roles that lie side by side in their own forms and their own orders of columns: (form, has an order).
 MIXES = {
     "k-quants": {"": ("w4a8-g32-min", False), "v": ("w8a8-g16", False), "up": ("w8a8-g32", False)},
     "act-order": {"": ("w4a8-g32", True)},
     "act-order-a16": {"": ("w4a16-g64-zp", True), "k": ("bf16", False), "up": ("w8a8", True)},
+    "act-order-fp8": {"": ("fp8-g64", True), "v": ("fp8-row", False)},
 }
 ALL = [*FORMATS, *MIXES]
 
@@ -123,6 +125,9 @@ def random_weight(rng: np.random.RandomState, format: WeightFormat, n: int, k: i
     groups = 1 if format.group_size is None else -(-k // format.group_size)
     spread = rng.uniform(0.5, 1.5, (n, groups)) / np.sqrt(k)
     dtype = np.float32 if format.is_rotated else np.float16
+    if format.scheme is Scheme.FP8:
+        values = rng.uniform(-448.0, 448.0, (n, k)).astype(np.float32)
+        return WeightTensor(format, encode_values(values), (spread / 256).astype(np.float32))
     if format.bits == 8:
         codes8 = rng.randint(-127, 128, (n, k), dtype=np.int8)
         scales8 = (spread / 73).astype(dtype)

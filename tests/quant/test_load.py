@@ -31,7 +31,7 @@ from trivet.sizing import format_bytes
 
 FORMATS = [
     "bf16", "w8a8", "w8a8-g64", "w4a8-g32", "w4a8-g64-zp", "w4a8-g128-min",
-    "w8a8-g16-min", "w4a8-g16", "w4a8-row-zp", "w4a16-g64-min", "w4a16-row",
+    "w8a8-g16-min", "w4a8-g16", "w4a8-row-zp", "w4a16-g64-min", "w4a16-row", "fp8-g128", "fp8-row",
 ]  # fmt: skip
 
 

@@ -347,14 +347,19 @@ void int4_group(const LinearWeight& w, const Activations& x, int32_t block_begin
     kernel(w, x, block_begin, block_end, out, out_stride, accumulate);
 }
 
-// 4-bit codes with bf16 activations stay on vectors, which unpack them in registers.
+// 4-bit and e4m3 codes with bf16 activations stay on vectors, which unpack them in registers.
 void int4_bf16(const LinearWeight& w, const Activations& x, int32_t block_begin, int32_t block_end,
                float* out, ptrdiff_t out_stride, bool accumulate) {
     avx512::linear_kernels.int4_bf16(w, x, block_begin, block_end, out, out_stride, accumulate);
 }
 
+void fp8(const LinearWeight& w, const Activations& x, int32_t block_begin, int32_t block_end,
+         float* out, ptrdiff_t out_stride, bool accumulate) {
+    avx512::linear_kernels.fp8(w, x, block_begin, block_end, out, out_stride, accumulate);
+}
+
 }  // namespace
 
-const LinearKernels linear_kernels = {bf16, int8_row, int8_group, int4_group, int4_bf16};
+const LinearKernels linear_kernels = {bf16, int8_row, int8_group, int4_group, int4_bf16, fp8};
 
 }  // namespace trivet::amx

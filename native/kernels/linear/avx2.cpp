@@ -361,7 +361,7 @@ TRIVET_INLINE void int4_half_dot(const uint8_t* codes, int shift, const int8_t* 
     }
 }
 
-enum class Codes { kInt8, kInt4 };
+enum class Codes { kInt8, kInt4, kFp8 };
 
 // Groups [group_begin, group_end) of one block against R rows: acc is read and written.
 // `codes` points at the first of these groups, x at the row's first column of the whole input.
@@ -459,11 +459,39 @@ void group_direct(const LinearWeight& w, const Activations& x, int32_t block_beg
     });
 }
 
-// ---- 4-bit codes, bf16 activations ----
+// ---- 4-bit and e4m3 codes, bf16 activations ----
 //
 // A group is a bf16 product with the codes less their offset, scaled once. For many rows they are
 // unpacked to bf16, kWideColumns at a time, in the layout of bf16 weights; all rows use the panel
 // before the next. One or two rows take them as float32 in registers.
+
+// The e4m3 values of one column. As the bits of an f16 a code's exponent is 8 too small, subnormal
+// numbers included, which the conversion reads whatever MXCSR says; the product is exact.
+inline Pair fp8_column(const uint8_t* codes) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
+    const __m256i halves = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7),
+                                            _mm256_set1_epi16(int16_t(0xbfff)));
+    const __m256 power = _mm256_set1_ps(256.0f);
+    return {_mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), power),
+            _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)), power)};
+}
+
+inline void unpack_fp8(const LinearWeight& w, int32_t block, int32_t begin, int32_t columns,
+                       uint16_t* panel) {
+    const auto* codes =
+        static_cast<const uint8_t*>(w.codes) + (int64_t(block) * w.k_padded + begin) * 16;
+    auto pair = [](__m256 even, __m256 odd) {  // the low halves are zero
+        return _mm256_or_si256(_mm256_srli_epi32(_mm256_castps_si256(even), 16),
+                               _mm256_castps_si256(odd));
+    };
+    for (int32_t k = 0; k < columns; k += 2, codes += 32, panel += 32) {
+        prefetch(codes, k % 4 == 0);
+        const Pair even = fp8_column(codes), odd = fp8_column(codes + 16);
+        auto* out = reinterpret_cast<__m256i*>(panel);
+        _mm256_storeu_si256(out, pair(even.lo, odd.lo));
+        _mm256_storeu_si256(out + 1, pair(even.hi, odd.hi));
+    }
+}
 
 // bf16 bits of the integers in v, in the low half of each lane.
 inline __m256i integers_bf16(__m256i v) {
@@ -559,7 +587,7 @@ __attribute__((noinline)) void bf16_groups_tile(const LinearWeight& w, const Act
     }
 }
 
-template <Scheme kScheme, ScaleType kScale>
+template <Codes kCodes, Scheme kScheme, ScaleType kScale>
 void bf16_groups(const LinearWeight& w, const Activations& x, int32_t block_begin,
                  int32_t block_end, float* out, ptrdiff_t out_stride, bool accumulate) {
     alignas(64) uint16_t panel[kWideColumns * 16];
@@ -573,7 +601,11 @@ void bf16_groups(const LinearWeight& w, const Activations& x, int32_t block_begi
             for (int32_t k = 0; k < w.k_padded; k += kWideColumns) {
                 const int32_t left = w.k_padded - k;
                 const int32_t columns = left < kWideColumns ? left : kWideColumns;
-                unpack_bf16<kScheme>(w, block, k, columns, panel);
+                if constexpr (kCodes == Codes::kFp8) {
+                    unpack_fp8(w, block, k, columns, panel);
+                } else {
+                    unpack_bf16<kScheme>(w, block, k, columns, panel);
+                }
                 for_row_tiles(first, end, [&]<int R>(int32_t row) {
                     bf16_groups_tile<kScheme, kScale, R>(w, x, block, panel, row, k, columns,
                                                          acc + (row - first),
@@ -719,7 +751,8 @@ LinearFn bf16_scheme(ScaleType scale_type, int32_t rows) {
     if (rows == 1 || rows == 2) {
         return f16 ? bf16_direct<kScheme, ScaleType::kF16> : bf16_direct<kScheme, ScaleType::kF32>;
     }
-    return f16 ? bf16_groups<kScheme, ScaleType::kF16> : bf16_groups<kScheme, ScaleType::kF32>;
+    return f16 ? bf16_groups<Codes::kInt4, kScheme, ScaleType::kF16>
+               : bf16_groups<Codes::kInt4, kScheme, ScaleType::kF32>;
 }
 
 void int4_bf16(const LinearWeight& w, const Activations& x, int32_t block_begin, int32_t block_end,
@@ -729,6 +762,86 @@ void int4_bf16(const LinearWeight& w, const Activations& x, int32_t block_begin,
         kernel = bf16_scheme<Scheme::kZeroPoint>(w.scale_type, x.rows);
     }
     if (w.scheme == Scheme::kMin) kernel = bf16_scheme<Scheme::kMin>(w.scale_type, x.rows);
+    kernel(w, x, block_begin, block_end, out, out_stride, accumulate);
+}
+
+template <ScaleType kScale, int R>
+inline void fp8_tile(const LinearWeight& w, const Activations& x, int32_t block, Pair* acc) {
+    alignas(64) float wide[R * kWideStride];
+    const auto* codes = static_cast<const uint8_t*>(w.codes) + int64_t(block) * w.k_padded * 16;
+    Pair product[R], e[R], o[R];
+    auto clear = [](Pair* sums) {
+        for (int r = 0; r < R; ++r) sums[r].lo = sums[r].hi = _mm256_setzero_ps();
+    };
+    auto join = [&](const uint8_t* column, const float* at, Pair* sum) {
+        const Pair value = fp8_column(column);
+        for (int r = 0; r < R; ++r) {
+            const __m256 v = _mm256_broadcast_ss(at + r * kWideStride);
+            sum[r].lo = _mm256_fmadd_ps(v, value.lo, sum[r].lo);
+            sum[r].hi = _mm256_fmadd_ps(v, value.hi, sum[r].hi);
+        }
+    };
+    clear(acc);
+    clear(product);
+    clear(e);
+    clear(o);
+    int32_t g = 0, group_end = w.group;
+    for (int32_t k = 0; k < w.k_padded; k += 16) {
+        const int32_t half = k % 32;
+        if (half == 0) widen_rows<R>(x.bf16 + k, w.k_padded, 32, wide);
+        const float* at = wide + half / 2;
+#pragma GCC unroll 2
+        for (int i = 0; i < 8; ++i, codes += 32) {
+            prefetch(codes, i % 2 == 0);
+            join(codes, at + i, e);
+            join(codes + 16, at + i + 16, o);
+        }
+        const bool ends = k + 16 == group_end || k + 16 == w.k_padded;
+        if (half == 0 && !ends) continue;
+        for (int r = 0; r < R; ++r) {
+            product[r].lo = _mm256_add_ps(product[r].lo, _mm256_add_ps(e[r].lo, o[r].lo));
+            product[r].hi = _mm256_add_ps(product[r].hi, _mm256_add_ps(e[r].hi, o[r].hi));
+        }
+        clear(e);
+        clear(o);
+        if (!ends) continue;
+        if (g == w.num_groups) return;  // columns beyond k
+        const Pair scale = load_scales<kScale>(w.scales, scale_index(w, block, g));
+        for (int r = 0; r < R; ++r) {
+            acc[r].lo = _mm256_fmadd_ps(product[r].lo, scale.lo, acc[r].lo);
+            acc[r].hi = _mm256_fmadd_ps(product[r].hi, scale.hi, acc[r].hi);
+        }
+        clear(product);
+        ++g;
+        group_end += w.group;
+    }
+}
+
+template <ScaleType kScale>
+void fp8_direct(const LinearWeight& w, const Activations& x, int32_t block_begin, int32_t block_end,
+                float* out, ptrdiff_t out_stride, bool accumulate) {
+    for (int32_t block = block_begin; block < block_end; ++block) {
+        Pair acc[2];
+        if (x.rows == 1) {
+            fp8_tile<kScale, 1>(w, x, block, acc);
+        } else {
+            fp8_tile<kScale, 2>(w, x, block, acc);
+        }
+        for (int32_t r = 0; r < x.rows; ++r) {
+            store(w, block, acc[r], out + r * out_stride, accumulate);
+        }
+    }
+}
+
+void fp8(const LinearWeight& w, const Activations& x, int32_t block_begin, int32_t block_end,
+         float* out, ptrdiff_t out_stride, bool accumulate) {
+    constexpr Scheme kSym = Scheme::kSym;
+    const bool f16 = w.scale_type == ScaleType::kF16;
+    LinearFn kernel = f16 ? bf16_groups<Codes::kFp8, kSym, ScaleType::kF16>
+                          : bf16_groups<Codes::kFp8, kSym, ScaleType::kF32>;
+    if (x.rows == 1 || x.rows == 2) {
+        kernel = f16 ? fp8_direct<ScaleType::kF16> : fp8_direct<ScaleType::kF32>;
+    }
     kernel(w, x, block_begin, block_end, out, out_stride, accumulate);
 }
 
@@ -774,6 +887,6 @@ void int4_group(const LinearWeight& w, const Activations& x, int32_t block_begin
 
 }  // namespace
 
-const LinearKernels linear_kernels = {bf16, int8_row, int8_group, int4_group, int4_bf16};
+const LinearKernels linear_kernels = {bf16, int8_row, int8_group, int4_group, int4_bf16, fp8};
 
 }  // namespace trivet::avx2

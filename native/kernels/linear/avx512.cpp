@@ -420,6 +420,73 @@ void int4_bf16(const LinearWeight& w, const Activations& x, int32_t block_begin,
     kernel(w, x, block_begin, block_end, out, out_stride, accumulate);
 }
 
+// ---- e4m3 codes, bf16 activations ----
+
+// The e4m3 values of one column. As the bits of an f16 a code's exponent is 8 too small, subnormal
+// numbers included, which the conversion reads whatever MXCSR says; the product is exact.
+inline __m512 fp8_column(const uint8_t* codes) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
+    const __m256i halves = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7),
+                                            _mm256_set1_epi16(int16_t(0xbfff)));
+    return _mm512_mul_ps(_mm512_cvtph_ps(halves), _mm512_set1_ps(256.0f));
+}
+
+template <ScaleType kScale, int R>
+void fp8_tile(const LinearWeight& w, const Activations& x, int32_t block, int32_t row, float* out,
+              ptrdiff_t out_stride, bool accumulate) {
+    alignas(64) float wide[R * 32];
+    const auto* codes = static_cast<const uint8_t*>(w.codes) + int64_t(block) * w.k_padded * 16;
+    const uint16_t* rows = x.bf16 + int64_t(row) * w.k_padded;
+    __m512 acc[R], product[R], e[R], o[R];
+    for (int r = 0; r < R; ++r) acc[r] = product[r] = e[r] = o[r] = _mm512_setzero_ps();
+    int32_t g = 0, group_end = w.group;
+    for (int32_t k = 0; k < w.k_padded; k += 16) {
+        const int32_t half = k % 32;
+        if (half == 0) widen_rows<R>(rows + k, w.k_padded, 32, wide);
+        for (int i = half / 2; i < half / 2 + 8; ++i, codes += 32) {
+            if (R == 1 && i % 2 == 0) prefetch(codes);
+            const __m512 evens = fp8_column(codes), odds = fp8_column(codes + 16);
+            for (int r = 0; r < R; ++r) {
+                e[r] = _mm512_fmadd_ps(_mm512_set1_ps(wide[32 * r + i]), evens, e[r]);
+                o[r] = _mm512_fmadd_ps(_mm512_set1_ps(wide[32 * r + i + 16]), odds, o[r]);
+            }
+        }
+        const bool ends = k + 16 == group_end || k + 16 == w.k_padded;
+        if (half == 0 && !ends) continue;
+        for (int r = 0; r < R; ++r) {
+            product[r] = _mm512_add_ps(product[r], _mm512_add_ps(e[r], o[r]));
+            e[r] = o[r] = _mm512_setzero_ps();
+        }
+        if (!ends) continue;
+        if (g == w.num_groups) break;  // columns beyond k
+        const __m512 scale = load_scales<kScale>(w.scales, scale_index(w, block, g));
+        for (int r = 0; r < R; ++r) {
+            acc[r] = _mm512_fmadd_ps(product[r], scale, acc[r]);
+            product[r] = _mm512_setzero_ps();
+        }
+        ++g;
+        group_end += w.group;
+    }
+    for (int r = 0; r < R; ++r) store(w, block, acc[r], out + r * out_stride, accumulate);
+}
+
+template <ScaleType kScale>
+void fp8_rows(const LinearWeight& w, const Activations& x, int32_t block_begin, int32_t block_end,
+              float* out, ptrdiff_t out_stride, bool accumulate) {
+    for (int32_t block = block_begin; block < block_end; ++block) {
+        for_row_tiles(x.rows, [&]<int R>(int32_t row) {
+            fp8_tile<kScale, R>(w, x, block, row, out + row * out_stride, out_stride, accumulate);
+        });
+    }
+}
+
+void fp8(const LinearWeight& w, const Activations& x, int32_t block_begin, int32_t block_end,
+         float* out, ptrdiff_t out_stride, bool accumulate) {
+    const LinearFn kernel =
+        w.scale_type == ScaleType::kF16 ? fp8_rows<ScaleType::kF16> : fp8_rows<ScaleType::kF32>;
+    kernel(w, x, block_begin, block_end, out, out_stride, accumulate);
+}
+
 void int8_group(const LinearWeight& w, const Activations& x, int32_t block_begin, int32_t block_end,
                 float* out, ptrdiff_t out_stride, bool accumulate) {
     constexpr WeightKind kKind = WeightKind::kInt8Group;
@@ -430,6 +497,6 @@ void int8_group(const LinearWeight& w, const Activations& x, int32_t block_begin
 
 }  // namespace
 
-const LinearKernels linear_kernels = {bf16, int8_row, int8_group, int4_group, int4_bf16};
+const LinearKernels linear_kernels = {bf16, int8_row, int8_group, int4_group, int4_bf16, fp8};
 
 }  // namespace trivet::avx512

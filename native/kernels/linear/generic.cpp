@@ -37,6 +37,17 @@ int32_t code_at(const LinearWeight& w, int32_t block, int32_t lane, int32_t k) {
     return bytes[(k / 4) * 64 + lane * 4 + k % 4];
 }
 
+// The value of the e4m3 code of channel `lane` of block `block` at column k.
+float fp8_at(const LinearWeight& w, int32_t block, int32_t lane, int32_t k) {
+    const auto* codes = static_cast<const uint8_t*>(w.codes);
+    const uint8_t code = codes[(int64_t(block) * w.k_padded + k) * 16 + lane];
+    const uint32_t exponent = code >> 3 & 15, mantissa = code & 7;
+    const float magnitude = exponent == 0
+                                ? static_cast<float>(mantissa) * 0x1p-9f
+                                : bits_float((exponent + 120) << 23 | mantissa << 20);
+    return code & 0x80 ? -magnitude : magnitude;
+}
+
 void store(const LinearWeight& w, float y, int32_t channel, float* out, bool accumulate) {
     if (w.bias != nullptr) y = y + w.bias[channel];
     out[channel] = accumulate ? out[channel] + y : y;
@@ -122,8 +133,9 @@ void int_group(const LinearWeight& w, const Activations& x, int32_t block_begin,
     for_each_output(w, x, block_begin, block_end, out, out_stride, accumulate, dot);
 }
 
-// 4-bit codes less their offset are exact in bf16: each group is a bf16 product, scaled once.
-void int4_bf16(const LinearWeight& w, const Activations& x, int32_t block_begin, int32_t block_end,
+// 4-bit codes less their offset and e4m3 values are exact in bf16: each group is a bf16 product,
+// scaled once.
+void groups_bf16(const LinearWeight& w, const Activations& x, int32_t block_begin, int32_t block_end,
                float* out, ptrdiff_t out_stride, bool accumulate) {
     auto dot = [&](int32_t row, int32_t block, int32_t lane) {
         const uint16_t* a = x.bf16 + int64_t(row) * w.k_padded;
@@ -132,16 +144,18 @@ void int4_bf16(const LinearWeight& w, const Activations& x, int32_t block_begin,
             const int64_t index = scale_index(w, block, g) + lane;
             int32_t offset = w.scheme == Scheme::kSym ? 8 : 0;
             if (w.scheme == Scheme::kZeroPoint) offset = w.zeros[index];
+            auto value = [&](int32_t k) {
+                if (w.kind == WeightKind::kFp8) return fp8_at(w, block, lane, k);
+                return static_cast<float>(code_at(w, block, lane, k) - offset);
+            };
             const int32_t begin = g * w.group;
             const int32_t end = w.k_padded < begin + w.group ? w.k_padded : begin + w.group;
             float product = 0.0f;
             for (int32_t k = begin; k < end; k += 32) {
                 float even = 0.0f, odd = 0.0f;
                 for (int32_t i = k; i < k + 32 && i < end; i += 2) {
-                    const auto first = static_cast<float>(code_at(w, block, lane, i) - offset);
-                    const auto second = static_cast<float>(code_at(w, block, lane, i + 1) - offset);
-                    even = fma_f32(from_bf16(a[i]), first, even);
-                    odd = fma_f32(from_bf16(a[i + 1]), second, odd);
+                    even = fma_f32(from_bf16(a[i]), value(i), even);
+                    odd = fma_f32(from_bf16(a[i + 1]), value(i + 1), odd);
                 }
                 product = product + (even + odd);
             }
@@ -158,6 +172,7 @@ void int4_bf16(const LinearWeight& w, const Activations& x, int32_t block_begin,
 
 }  // namespace
 
-const LinearKernels linear_kernels = {bf16, int8_row, int_group, int_group, int4_bf16};
+const LinearKernels linear_kernels = {bf16,      int8_row,    int_group,
+                                      int_group, groups_bf16, groups_bf16};
 
 }  // namespace trivet::generic

@@ -19,6 +19,7 @@ enum class WeightKind : int32_t {
     kInt4Group = 3,  // codes uint4, scale per (channel, group) and the scheme's offset
     kInt4Row = 4,    // the same, but one scale and offset per channel; activations in groups of 32
     kInt4Bf16 = 5,   // like kInt4Group, activations bf16; one group may be the whole row
+    kFp8 = 6,        // codes e4m3 without NaN, else like kInt4Bf16
 };
 enum class ScaleType : int32_t { kF16 = 0, kF32 = 1 };
 enum class Scheme : int32_t { kSym = 0, kZeroPoint = 1, kMin = 2 };
@@ -34,7 +35,8 @@ struct LinearWeight {
     int32_t n_padded;      // multiple of 16
     int32_t k_padded;      // multiple of 64; activations beyond k are zero
     int32_t group;         // columns of one sum: 16, 32, 64 or 128; 32 for kInt4Row; k_padded for
-                           // kInt8Row and kInt4Bf16 with one scale a row; unused for bf16
+                           // kInt8Row, and for kInt4Bf16 and kFp8 with one scale a row; unused for
+                           // bf16
     int32_t num_groups;    // ceil(k / group)
     int32_t scale_groups;  // scales per channel: num_groups; 1 for kInt4Row
     const void* codes;
@@ -51,7 +53,7 @@ static inline bool is_int4(WeightKind kind) {
 }
 
 static inline bool takes_bf16(WeightKind kind) {
-    return kind == WeightKind::kBf16 || kind == WeightKind::kInt4Bf16;
+    return kind == WeightKind::kBf16 || kind == WeightKind::kInt4Bf16 || kind == WeightKind::kFp8;
 }
 
 // Index of the scale of a block's first channel in group g.
@@ -65,7 +67,7 @@ struct Activations {
     int32_t rows;
     int32_t k_padded;
     int32_t num_groups;
-    const uint16_t* bf16;  // [rows][k_padded], kBf16 and kInt4Bf16
+    const uint16_t* bf16;  // [rows][k_padded], kBf16, kInt4Bf16 and kFp8
     const int8_t* codes;   // [rows][k_padded], the other kinds
     const float* scales;   // [rows][num_groups]; kInt4Bf16 with minima: sums of the group's values
     const int32_t* sums;   // [rows][num_groups] sum of codes per group
@@ -84,6 +86,7 @@ struct LinearKernels {
     LinearFn int8_group;
     LinearFn int4_group;
     LinearFn int4_bf16;
+    LinearFn fp8;
 };
 
 namespace generic {
@@ -112,6 +115,8 @@ inline LinearFn select(const LinearKernels& k, WeightKind kind) {
             return k.int4_group;
         case WeightKind::kInt4Bf16:
             return k.int4_bf16;
+        case WeightKind::kFp8:
+            return k.fp8;
     }
     return nullptr;
 }

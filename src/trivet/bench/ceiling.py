@@ -91,7 +91,7 @@ def step_costs(model: LoadedModel) -> StepCosts:
         attention_macs=2 * spec.num_layers * spec.num_heads * spec.head_dim,
         num_layers=spec.num_layers,
         arithmetic="bf16"
-        if all(tensor.kind in ("bf16", "int4_bf16") for tensor in layers)
+        if all(tensor.kind in ("bf16", "int4_bf16", "fp8") for tensor in layers)
         else "int8",
     )
 

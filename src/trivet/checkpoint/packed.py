@@ -41,8 +41,8 @@ _PARTS = ("codes", "scales", "minima", "zeros", "order")
 class PackedTensor:
     """Where one tensor lies in the file and what its bytes mean.
 
-    kind      ``bf16``, ``int8_row``, ``int8_group``, ``int4_group``, ``int4_row``, ``int4_bf16``
-              (layouts: native/packing.py), or ``f32``: n * k floats in row order, without padding
+    kind      ``bf16``, ``int8_row``, ``int8_group``, ``int4_group``, ``int4_row``, ``int4_bf16``,
+              ``fp8`` (layouts: native/packing.py), or ``f32``: n * k floats in row order, unpadded
     offsets   ``codes``, ``scales``, ``minima``, ``zeros``, ``order``, ``sums`` and ``bias`` (float32
               [n_padded]): absolute bytes from the file's start, or None where there is none
     group     columns of one sum (`Layout.group`); 0 for bf16 and f32

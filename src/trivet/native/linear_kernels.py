@@ -39,7 +39,7 @@ def quantize(
     """Activations x float32 [R, K] for a weight of the given layout. ``core``: module to call."""
     rows = x.shape[0]
     x = np.ascontiguousarray(x, np.float32)
-    if layout.kind in (WeightKind.BF16, WeightKind.INT4_BF16):
+    if layout.kind in (WeightKind.BF16, WeightKind.INT4_BF16, WeightKind.FP8):
         bits = np.empty((rows, layout.k_padded), np.uint16)
         core.kernel_quantize_bf16(level, x, bits)
         if layout.format.scheme is not Scheme.MIN:

@@ -7,6 +7,7 @@ K to 64; everything is little endian. NB = n_padded / 16, KP = k_padded, G = num
     w8     codes int8   [NB, KP/4, 16, 4]
     w4     codes uint8  [NB, KP/32, 4, 16, 4]: byte (r, n, j) of 32 columns starting at k holds the
            code of column k + 4r + j in its low nibble and of column k + 16 + 4r + j in its high one
+    fp8    codes uint8  [NB, KP, 16], e4m3
     scales float16 or float32 [NB, G, 16] (G = 1 for the row, float32 for whole-row int8); minima alike
     zeros  uint8 [NB, G, 16]
     order  int32 [K], where the weight has one: the input column that stands at each place
@@ -41,11 +42,14 @@ class WeightKind(enum.IntEnum):
     INT4_GROUP = 3
     INT4_ROW = 4
     INT4_BF16 = 5
+    FP8 = 6
 
     @classmethod
     def of(cls, format: WeightFormat) -> WeightKind:
         if format.bits == 16:
             return cls.BF16
+        if format.scheme is Scheme.FP8:
+            return cls.FP8
         if format.bits == 4 and format.activation_bits == 16:
             return cls.INT4_BF16
         if format.bits == 4:
@@ -78,7 +82,8 @@ def linear_names(tensors: Container[str], layer: int, linear: str) -> list[str]:
     return [f"layers.{layer}.{role}" for role in LINEARS[linear]]
 
 
-SCHEME_VALUES = {Scheme.SYM: 0, Scheme.ZP: 1, Scheme.MIN: 2}  # the values of `Scheme` in linear.h
+# The values of `Scheme` in linear.h; of fp8 the kind says it all.
+SCHEME_VALUES = {Scheme.SYM: 0, Scheme.ZP: 1, Scheme.MIN: 2, Scheme.FP8: 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +142,7 @@ class Layout:
             WeightKind.INT4_GROUP: (np.uint8, (blocks, k // 32, 4, CHANNELS, 4)),
             WeightKind.INT4_ROW: (np.uint8, (blocks, k // 32, 4, CHANNELS, 4)),
             WeightKind.INT4_BF16: (np.uint8, (blocks, k // 32, 4, CHANNELS, 4)),
+            WeightKind.FP8: (np.uint8, (blocks, k, CHANNELS)),
         }
         dtype, shape = codes[self.kind]
         parts = {"codes": (np.dtype(dtype), shape)}
@@ -200,6 +206,8 @@ def pack(weight: WeightTensor) -> PackedWeight:
     rows[: layout.n, : layout.k] = weight.codes
     if kind is WeightKind.BF16:
         codes = rows.reshape(blocks, CHANNELS, k // 2, 2).transpose(0, 2, 1, 3)
+    elif kind is WeightKind.FP8:
+        codes = rows.reshape(blocks, CHANNELS, k).transpose(0, 2, 1)
     elif layout.format.bits == 4:
         assert not (rows > 15).any(), "4-bit codes are 0..15"
         # [block, n, k/32, half, r, j] -> [block, k/32, half, r, n, j]
@@ -234,6 +242,8 @@ def unpack(packed: PackedWeight) -> WeightTensor:
     if layout.format.bits == 4:
         halves = np.stack([packed.codes & 15, packed.codes >> 4], axis=2)
         rows = halves.transpose(0, 4, 1, 2, 3, 5).reshape(n, k)
+    elif layout.kind is WeightKind.FP8:
+        rows = packed.codes.transpose(0, 2, 1).reshape(n, k)
     else:
         # The innermost four bytes stay together, so they are moved as one.
         words = np.ascontiguousarray(packed.codes).view(np.uint32)[..., 0]

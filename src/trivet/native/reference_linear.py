@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trivet.config import Scheme
+from trivet.native.e4m3 import decode_values
 from trivet.native.weights import ROW_ACTIVATION_GROUP, WeightTensor, hadamard_width
 
 Float32 = NDArray[np.float32]
@@ -234,7 +235,9 @@ def _group_product(x: QuantizedRows, weight: WeightTensor) -> Float32:
 
 
 def _bf16_group_product(x: NDArray[np.uint16], weight: WeightTensor) -> Float32:
-    """bf16 bits x [R, K]: a bf16 product per group with the codes less their offset, scaled once."""
+    """bf16 bits x [R, K]: a bf16 product per group with the codes less their offset, or the values of
+    e4m3 codes, scaled once.
+    """
     group, k = weight.format.group_size or weight.shape[1], weight.shape[1]
     assert weight.scales is not None
     scales = weight.scales.astype(np.float32)
@@ -242,7 +245,9 @@ def _bf16_group_product(x: NDArray[np.uint16], weight: WeightTensor) -> Float32:
     for g in range(weight.num_groups):
         columns = slice(g * group, min(k, (g + 1) * group))
         codes = weight.codes[:, columns].astype(np.float32)
-        if weight.zeros is not None:
+        if weight.format.scheme is Scheme.FP8:
+            codes = decode_values(weight.codes[:, columns].astype(np.uint8))
+        elif weight.zeros is not None:
             codes = codes - weight.zeros[:, g : g + 1].astype(np.float32)
         elif weight.minima is None:
             codes = codes - np.float32(8.0)
@@ -266,7 +271,7 @@ def linear(
         x = x[:, weight.order]
     if weight.format.bits == 16:
         y = bf16_product(to_bf16(x), weight.codes.astype(np.uint16))
-    elif weight.format.bits == 4 and weight.format.activation_bits == 16:
+    elif weight.format.activation_bits == 16:
         y = _bf16_group_product(to_bf16(x), weight)
     elif weight.format.is_rotated:
         assert weight.scales is not None

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trivet.config import Scheme, WeightFormat
+from trivet.native.e4m3 import decode_values
 
 T = TypeVar("T", bound=np.generic)
 
@@ -25,6 +26,7 @@ class WeightTensor:
              bits 8: int8 codes -127..127; group_size None: the columns are already rotated by the
              block Hadamard of the contract, ``scales`` float32 [N, 1]
              bits 4: uint8 codes 0..15; sym means scale * (code - 8)
+             scheme ``fp8``: uint8 codes e4m3, none of them NaN, scale * value
     scales   float16 or float32 [N, G], G = ceil(K / group_size), or 1 for the row
     minima   like scales, scheme ``min`` only: scale * code + minimum
     zeros    uint8 [N, G], scheme ``zp`` only: scale * (code - zero)
@@ -55,7 +57,7 @@ class WeightTensor:
 
     def __post_init__(self) -> None:
         bits, scheme = self.format.bits, self.format.scheme
-        want = {16: np.uint16, 8: np.int8, 4: np.uint8}[bits]
+        want = {16: np.uint16, 8: np.uint8 if scheme is Scheme.FP8 else np.int8, 4: np.uint8}[bits]
         assert self.codes.dtype == want, (self.codes.dtype, bits)
         if bits != 16:
             assert self.scales is not None, "integer weights carry scales"
@@ -127,7 +129,10 @@ def dequantize(weight: WeightTensor, *, rotated: bool = False) -> NDArray[np.flo
         offset = spread(weight.zeros)
     elif weight.format.bits == 4 and weight.format.scheme is Scheme.SYM:
         offset = 8.0
-    values = spread(weight.scales) * (weight.codes.astype(np.float64) - offset)
+    codes = weight.codes.astype(np.float64)
+    if weight.format.scheme is Scheme.FP8:
+        codes = decode_values(weight.codes.astype(np.uint8)).astype(np.float64)
+    values = spread(weight.scales) * (codes - offset)
     if weight.minima is not None:
         values = values + spread(weight.minima)
     if weight.format.is_rotated and not rotated:

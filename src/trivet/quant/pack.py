@@ -250,10 +250,10 @@ def _fused(parts: list[Converted]) -> Converted:
 def _table_format(source: SourceTensor) -> WeightFormat:
     """The file's own format where a table can have it; what is looked up cannot stay in 4 bits."""
     own = own_format(source)
-    if own.bits == 16 or (own.bits == 8 and not own.is_rotated):
-        return own
-    if own.is_rotated:
+    if own.is_rotated or own.scheme is Scheme.FP8:
         return TABLE_FORMAT
+    if own.bits in (8, 16):
+        return own
     return WeightFormat(8, own.group_size or _ROW_GROUP, _WIDENED[own.scheme])
 
 

@@ -20,6 +20,7 @@ from trivet.checkpoint import SourceTensor
 from trivet.checkpoint.source import FloatMatrix, bf16_to_float, float_to_bf16
 from trivet.config import Scheme, WeightFormat
 from trivet.errors import QuantError
+from trivet.native.e4m3 import MAX, decode_values, encode_values
 from trivet.native.weights import (
     WeightTensor,
     dequantize,
@@ -122,6 +123,8 @@ def float_rows(source: SourceTensor, begin: int, end: int) -> Float32:
     if part.order is not None:
         natural = dataclasses.replace(part, order=None)
         return in_input_order(float_rows(natural, 0, end - begin), part.order)
+    if part.format.scheme is Scheme.FP8:
+        return dequantize(part)
     if part.scales is None or part.scales.dtype != np.float16 or part.zeros is not None:
         return dequantize(part)
     # fp16 scale times code is exact in float32, so adding a minimum rounds once, like dequantize.
@@ -196,7 +199,7 @@ def _widened(source: WeightTensor, target: WeightFormat) -> Converted | None:
 
 def _without_extreme_codes(source: WeightTensor) -> Converted:
     """The contract has codes -127..127: groups holding -128 are scaled to 127 and rounded."""
-    if source.format.bits != 8 or not (source.codes == -128).any():
+    if source.codes.dtype != np.int8 or not (source.codes == -128).any():
         return Converted(source)
     assert source.scales is not None
     rows, k = source.shape
@@ -280,8 +283,10 @@ def _to_int8_rows(source: SourceTensor, target: WeightFormat, kind: str) -> Conv
 
 
 def _to_groups(source: SourceTensor, target: WeightFormat, kind: str) -> Converted:
-    """Codes and scales per group; scales in fp16 unless one is too large for it."""
-    converted = _grouped(source, target, kind, np.float16)
+    """Codes and scales per group; scales in fp16 unless one is too large for it, or small as fp8's."""
+    converted = None
+    if target.scheme is not Scheme.FP8:
+        converted = _grouped(source, target, kind, np.float16)
     if converted is None:
         converted = _grouped(source, target, kind, np.float32)
     if converted is None:
@@ -296,9 +301,10 @@ def _grouped(
     rows, k = source.shape
     group = target.group_size or k
     num_groups = -(-k // group)
+    is_fp8 = target.scheme is Scheme.FP8
     bits8 = target.bits == 8
     limit = _F16_MAX if dtype is np.float16 else _F32_LIMIT
-    codes: NDArray[Any] = np.empty((rows, k), np.int8 if bits8 else np.uint8)
+    codes: NDArray[Any] = np.empty((rows, k), np.int8 if bits8 and not is_fp8 else np.uint8)
     scales = np.empty((rows, num_groups), dtype)
     minima = np.empty_like(scales) if target.scheme is Scheme.MIN else None
     zeros = np.empty(scales.shape, np.uint8) if target.scheme is Scheme.ZP else None
@@ -312,7 +318,8 @@ def _grouped(
             return None
         grid = solve(blocks)
         flat = grid.codes.reshape(end - begin, -1)[:, :k]
-        codes[begin:end], scales[begin:end] = flat, grid.scales
+        codes[begin:end] = encode_values(flat.astype(np.float32)) if is_fp8 else flat
+        scales[begin:end] = grid.scales
         if minima is not None:
             minima[begin:end] = grid.minima
         if zeros is not None and grid.zeros is not None:
@@ -374,6 +381,12 @@ def _solver(
 
         return _best(blocks, 0.0, (grid(share) for share in _RANGE_SHARES))
 
+    def fp8(blocks: Float32) -> _Grid:
+        scales = store(np.abs(blocks).max(axis=2) / np.float32(MAX))
+        return _Grid(decode_values(encode_values(blocks * inverse(scales)[:, :, None])), scales)
+
+    if target.scheme is Scheme.FP8:
+        return fp8
     if target.bits == 8 and target.scheme is Scheme.SYM:
         return int8
     return {Scheme.SYM: sym, Scheme.ZP: zero_point, Scheme.MIN: minimum}[target.scheme]

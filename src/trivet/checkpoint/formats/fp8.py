@@ -1,7 +1,6 @@
-"""FP8 e4m3 weights: the number format bit for bit, and folders of the Hugging Face fp8 kind.
+"""FP8 e4m3 weights (`trivet.native.e4m3`), and folders of the Hugging Face fp8 kind.
 
-e4m3fn: sign, 4 bits of exponent (bias 7), 3 of mantissa; largest 448, no infinity, 0x7F and 0xFF are
-NaN. A weight is value * scale with one scale for the tensor, for each output row, or for each block
+A weight is value * scale with one scale for the tensor, for each output row, or for each block
 of 128 x 128 (edge blocks may be partial). Per linear [out, in]:
 
     weight            F8_E4M3 [out, in]
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trivet.checkpoint.formats.grid import ENGINE_GROUPS
 from trivet.checkpoint.formats.stored import (
     FLOAT_TYPES,
     FormatReader,
@@ -31,51 +31,17 @@ from trivet.checkpoint.formats.stored import (
     StoredTensors,
 )
 from trivet.checkpoint.source import FloatMatrix, SourceTensor, TensorInfo
-from trivet.config import WeightFormat
+from trivet.config import Scheme, WeightFormat
 from trivet.errors import CheckpointError, QuantError
+from trivet.native.e4m3 import MAX, NAN, decode_values, encode_values
+from trivet.native.weights import WeightTensor
 
 Float32 = NDArray[np.float32]
 UInt8 = NDArray[np.uint8]
 
-MAX = 448.0
 GRANULARITIES = ("tensor", "channel", "block")
-_NAN = 0x7F
 _ENGINE_FORM = WeightFormat(8, 32)
 _SCALE_TYPES = (*FLOAT_TYPES, "F8_E8M0")
-
-
-def encode_values(values: Float32) -> UInt8:
-    """Numbers to e4m3, rounded to nearest even, beyond 448 saturated; NaN stays NaN. Same shape."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    magnitude = (bits & np.uint32(0x7FFFFFFF)).view(np.float32)
-    limited = np.fmin(magnitude, np.float32(MAX))
-    raw = limited.view(np.uint32)
-    # Normal numbers keep 3 of 23 mantissa bits; a carry out of them raises the exponent.
-    rounded = raw + np.uint32(0x7FFFF) + (raw >> np.uint32(20) & np.uint32(1)) >> np.uint32(20)
-    normal = rounded.astype(np.int32) - ((127 - 7) << 3)
-    small = np.rint(limited * np.float32(512)).astype(np.int32)  # below 2^-6: steps of 2^-9
-    code = np.where(limited < np.float32(2.0**-6), small, normal)
-    signs = (bits >> np.uint32(24) & np.uint32(0x80)).astype(np.uint8)
-    result: UInt8 = np.where(np.isnan(magnitude), _NAN, code).astype(np.uint8) | signs
-    return result
-
-
-def _decoded_codes() -> Float32:
-    codes = np.arange(256, dtype=np.int32)
-    exponent, mantissa = codes >> 3 & 15, codes & 7
-    normal = np.ldexp((8 + mantissa).astype(np.float64), exponent - 10)
-    value = np.where(exponent == 0, np.ldexp(mantissa.astype(np.float64), -9), normal)
-    value = np.where(codes & 127 == _NAN, np.nan, value)
-    return np.where(codes & 128, -value, value).astype(np.float32)
-
-
-_VALUES = _decoded_codes()
-
-
-def decode_values(codes: UInt8) -> Float32:
-    """The numbers of e4m3 codes, float32, same shape."""
-    result: Float32 = _VALUES[codes]
-    return result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +160,7 @@ def read_weight(
     layout  what `scale_block` found
     """
     codes = stored.read(weight).array
-    if (codes & np.uint8(0x7F) == _NAN).any():
+    if (codes & np.uint8(0x7F) == NAN).any():
         raise stored.fail(weight, "holds NaN or infinite values")
     scales = stored.read_floats(scale).astype(np.float32)
     n, k = codes.shape
@@ -203,13 +169,23 @@ def read_weight(
     return Fp8Weight(codes, scales, block, granularity)
 
 
-def to_source(weight: Fp8Weight) -> FloatMatrix:
-    """The weight as float rows: no integer grid holds e4m3 exactly, 8 bits in groups come near."""
-    note = "fp8 values are on no integer grid"
+def to_source(weight: Fp8Weight) -> WeightTensor | FloatMatrix:
+    """The weight as the engine's own form, where blocks are whole groups of columns; else floats."""
     kind = weight.granularity
     if kind == "block":
         kind += "x".join(map(str, weight.block))
-    return FloatMatrix(weight.values(), _ENGINE_FORM, f"FP8-{kind}", note)
+    (n, k), (rows, columns) = weight.shape, weight.block
+    own = None if columns >= k else columns
+    group = next((g for g in ENGINE_GROUPS if own is not None and own % g == 0), None)
+    if own is not None and group is None:
+        note = f"blocks of {own} columns are no multiple of 16"
+        return FloatMatrix(weight.values(), _ENGINE_FORM, f"FP8-{kind}", note)
+    scales = np.repeat(weight.scales, rows, axis=0)[:n]
+    if own is not None and group is not None:
+        scales = np.repeat(scales, own // group, axis=1)[:, : -(-k // group)]
+    form = WeightFormat(8, group, Scheme.FP8, 16)
+    scales = np.ascontiguousarray(scales)
+    return WeightTensor(form, weight.codes, scales, exact=True, source=f"FP8-{kind}")
 
 
 class FP8Reader(FormatReader):

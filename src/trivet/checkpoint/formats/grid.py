@@ -21,7 +21,7 @@ from trivet.native.weights import WeightTensor, in_input_order
 Float32 = NDArray[np.float32]
 UInt8 = NDArray[np.uint8]
 
-_ENGINE_GROUPS = (128, 64, 32, 16)  # of the grouped kernels, the widest first
+ENGINE_GROUPS = (128, 64, 32, 16)  # of the grouped kernels, the widest first
 _REQUANTIZED = WeightFormat(8, 32)  # for values on no grid of the engine: 8 bits, little loss
 
 
@@ -141,10 +141,10 @@ def to_source(grid: CodeGrid, source: str) -> WeightTensor | FloatMatrix:
         assert own is not None, "an index of one group is the natural order"
         if not np.array_equal(grid.group_index[order], np.arange(k) // own):
             return requantized("act-order with groups of unequal sizes")
-    group = next((g for g in _ENGINE_GROUPS if own is None or own % g == 0), None)
+    group = next((g for g in ENGINE_GROUPS if own is None or own % g == 0), None)
     if group is None:
         return requantized(f"groups of {own} are no multiple of 16")
-    if own is None and grid.bits <= 4 and k > _ENGINE_GROUPS[0]:
+    if own is None and grid.bits <= 4 and k > ENGINE_GROUPS[0]:
         group = None  # a narrower row is one group
     count = num_groups(k, group)
 
@@ -191,10 +191,10 @@ def _narrow(scales: NDArray[np.float16] | Float32) -> NDArray[np.float16] | Floa
 def to_grid(weight: WeightTensor) -> CodeGrid:
     """An integer weight of the engine as the formats of the field say it.
 
-    Raises QuantError: bf16, a float minimum, or whole-row int8, whose columns are rotated.
+    Raises QuantError: bf16, fp8, a float minimum, or whole-row int8, whose columns are rotated.
     """
     form = weight.format
-    if form.bits == 16 or form.scheme is Scheme.MIN or form.is_rotated:
+    if form.bits == 16 or form.scheme in (Scheme.MIN, Scheme.FP8) or form.is_rotated:
         raise QuantError(
             f"{form.full_form} has no place in this format; expected integer codes"
             " with a scale and at most a zero point per group"

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trivet.checkpoint.packed import PackedFile
-from trivet.config import PAGE_TOKENS, WeightFormat
+from trivet.config import PAGE_TOKENS, Scheme, WeightFormat
 from trivet.errors import QuantError
 from trivet.evaluate.results import CheckResult, Finding, Kind
 from trivet.loader import LoadedModel
@@ -289,7 +289,7 @@ def _compare_weight(
         found.unlike.append(name)
     found.groups += rms.size
     found.weights += 1
-    floor = _FLOAT_FLOOR if weight.scales is None else _FLOORS[weight.format.bits]
+    floor = _FLOAT_FLOOR if _is_float(weight) else _FLOORS[weight.format.bits]
     _find_outliers(found, name, rms, mean, floor)
     if inputs is not None and relative > 1e-3 and relative <= _UNLIKE:
         _compare_rounding(found, name, weight, wanted, factor, gains, inputs)
@@ -365,9 +365,14 @@ def _compare_rounding(
         )
 
 
+def _is_float(weight: WeightTensor) -> bool:
+    """Whether errors grow with the values, instead of being steps of a scale."""
+    return weight.format.bits == 16 or weight.format.scheme is Scheme.FP8
+
+
 def _coarseness(weight: WeightTensor) -> float:
     """Levels that codes could have over those that they span: 2 for 3 bits in 4, 4 for 6 in 8."""
-    if weight.scales is None:
+    if _is_float(weight):
         return 1.0
     span = int(weight.codes.max()) - int(weight.codes.min())
     return max(1.0, (15 if weight.format.bits == 4 else 254) / max(span, 1))
@@ -450,7 +455,7 @@ def _group_errors(
     kept_squares = np.einsum("ijk,ijk->ij", blocks, blocks)
     size = np.sqrt(kept_squares / lengths)
     total = float(kept_squares.sum(dtype=np.float64))
-    if weight.scales is None:
+    if weight.scales is None or _is_float(weight):
         unit = size
     else:
         scales = np.abs(weight.scales[start:end].astype(np.float32))
@@ -496,7 +501,7 @@ def _values(weight: WeightTensor, rows: slice | NDArray[np.intp]) -> Float32:
     part = _rows(weight, rows)
     k = part.shape[1]
     group = part.format.group_size or k
-    if part.scales is None or k % group:
+    if part.scales is None or k % group or part.format.scheme is Scheme.FP8:
         return dequantize(part)
     values = part.codes.astype(np.float32).reshape(-1, k // group, group)
     if part.zeros is not None:
