@@ -62,12 +62,18 @@ GOLDEN = {
     ("w4a16-g64-min", "int8"): "18106e7ae6d3ebb5",
     ("w4a16-row-zp", "bf16"): "cc3903e592d48753",
     ("w4a16-row-zp", "int8"): "62449830353123f8",
+    ("fp8-g32", "bf16"): "3e1e9635bafe76ed",
+    ("fp8-g32", "int8"): "92baf90b34a8a81b",
+    ("fp8-row", "bf16"): "83f8d93287df6a69",
+    ("fp8-row", "int8"): "3af4c609eabd883a",
     ("k-quants", "bf16"): "8d3abf6129d81b74",
     ("k-quants", "int8"): "49de6ba06ebe3206",
     ("act-order", "bf16"): "6c20ba9cd95a69b1",
     ("act-order", "int8"): "65ffde9161c26c63",
     ("act-order-a16", "bf16"): "6962c167191c30db",
     ("act-order-a16", "int8"): "26d7b47b402366bb",
+    ("act-order-fp8", "bf16"): "ed71500e8659f45e",
+    ("act-order-fp8", "int8"): "8ed33ecc78bd612b",
 }
 
 

@@ -42,9 +42,8 @@ float fp8_at(const LinearWeight& w, int32_t block, int32_t lane, int32_t k) {
     const auto* codes = static_cast<const uint8_t*>(w.codes);
     const uint8_t code = codes[(int64_t(block) * w.k_padded + k) * 16 + lane];
     const uint32_t exponent = code >> 3 & 15, mantissa = code & 7;
-    const float magnitude = exponent == 0
-                                ? static_cast<float>(mantissa) * 0x1p-9f
-                                : bits_float((exponent + 120) << 23 | mantissa << 20);
+    const float magnitude = exponent == 0 ? static_cast<float>(mantissa) * 0x1p-9f
+                                          : bits_float((exponent + 120) << 23 | mantissa << 20);
     return code & 0x80 ? -magnitude : magnitude;
 }
 
@@ -135,8 +134,8 @@ void int_group(const LinearWeight& w, const Activations& x, int32_t block_begin,
 
 // 4-bit codes less their offset and e4m3 values are exact in bf16: each group is a bf16 product,
 // scaled once.
-void groups_bf16(const LinearWeight& w, const Activations& x, int32_t block_begin, int32_t block_end,
-               float* out, ptrdiff_t out_stride, bool accumulate) {
+void groups_bf16(const LinearWeight& w, const Activations& x, int32_t block_begin,
+                 int32_t block_end, float* out, ptrdiff_t out_stride, bool accumulate) {
     auto dot = [&](int32_t row, int32_t block, int32_t lane) {
         const uint16_t* a = x.bf16 + int64_t(row) * w.k_padded;
         float acc = 0.0f;
