@@ -175,7 +175,15 @@ def test_grids_with_minima_widen_exactly() -> None:
     np.testing.assert_array_equal(dequantize(converted.weight), dequantize(source))
 
 
-@pytest.mark.parametrize("scheme", list(Scheme))
+def test_fp8_is_kept_bit_for_bit_and_rounds_as_its_values() -> None:
+    source = convert(_gaussian(), WeightFormat.parse("fp8-g64")).weight
+    assert convert(source, source.format).weight is source
+    np.testing.assert_array_equal(float_rows(source, 0, 64), dequantize(source))
+    again = convert(source, WeightFormat(8, 32)).weight
+    assert 0 < _rel_error(again, dequantize(source)) < 0.01
+
+
+@pytest.mark.parametrize("scheme", [Scheme.SYM, Scheme.ZP, Scheme.MIN])
 def test_bf16_activations_keep_the_grid(scheme: Scheme) -> None:
     source = _grid(4, scheme)
     converted = convert(source, dataclasses.replace(source.format, activation_bits=16))
