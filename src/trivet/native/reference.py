@@ -116,7 +116,7 @@ def lookup(weight: WeightTensor, tokens: NDArray[np.int32]) -> Float32:
     codes = weight.codes[tokens]
     if weight.format.bits == 16:
         return from_bf16(codes.astype(np.uint16))
-    assert not weight.format.is_rotated, "a rotated weight cannot be looked up"
+    assert not weight.format.is_row, "whole-row int8 cannot be looked up"
     assert weight.scales is not None
     group = weight.format.group_size or weight.shape[1]
 
