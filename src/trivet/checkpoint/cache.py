@@ -26,7 +26,7 @@ from trivet.errors import CheckpointError, ConfigError
 from trivet.files import left_behind
 from trivet.sizing import format_bytes
 
-PACKER_VERSION = 3  # raised whenever packing the same file would give other bytes
+PACKER_VERSION = 4  # raised whenever packing the same file would give other bytes
 CACHE_VARIABLE = "TRIVET_CACHE"
 AUTO = "auto"  # the form that keeps the file's own grid
 _INSTALLED = ("site-packages", "dist-packages")

@@ -213,7 +213,7 @@ def _fused(sources: list[SourceTensor], job: _Job) -> Converted:
     """One weight from the sources of a job, all in one format."""
     target = job.target if job.target is not None else _common_format(sources, job.is_table)
     parts = [convert(source, target) for source in sources]
-    weights = [part.weight for part in parts]
+    weights = _one_range([part.weight for part in parts])
     if not can_concatenate(weights):  # scales of some fit fp16 and of others do not
         weights = [_with_float_scales(weight) for weight in weights]
     notes = [part.note for part in parts if part.note]
@@ -233,6 +233,22 @@ def _fused(sources: list[SourceTensor], job: _Job) -> Converted:
     return Converted(weight, error, norm, "; ".join(dict.fromkeys(notes)))
 
 
+def _one_range(weights: list[WeightTensor]) -> list[WeightTensor]:
+    """Weights of one input with one range of static activations, the largest; the codes stay.
+
+    Raises QuantError: they name different outlier columns of that input.
+    """
+    columns = [
+        w.outliers for w in weights if w.outlier_codes is not None and w.outliers is not None
+    ]
+    if any(not np.array_equal(other, columns[0]) for other in columns):
+        raise QuantError("linears that run as one name different outlier columns of their input")
+    ranges = [w.amax for w in weights if w.amax is not None]
+    if len(ranges) < len(weights):
+        return weights
+    return [dataclasses.replace(w, amax=np.max(ranges, axis=0)) for w in weights]
+
+
 def _common_format(sources: list[SourceTensor], is_table: bool) -> WeightFormat:
     """The file's own format where all sources share it; else one that loses least.
 
@@ -242,15 +258,11 @@ def _common_format(sources: list[SourceTensor], is_table: bool) -> WeightFormat:
     formats = {own_format(source) for source in sources}
     if len(formats) == 1:
         only = next(iter(formats))
-        if not is_table or only.bits == 16 or (only.bits == 8 and not only.is_rotated):
+        if not is_table or only.bits == 16 or (only.bits == 8 and not only.is_row):
             return only
     groups = {f.group_size for f in formats}
     with_minima = {f.scheme is Scheme.MIN for f in formats}
-    if (
-        len(groups) > 1
-        or len(with_minima) > 1
-        or any(f.bits == 16 or f.is_rotated for f in formats)
-    ):
+    if len(groups) > 1 or len(with_minima) > 1 or any(f.bits == 16 or f.is_row for f in formats):
         return TABLE_FORMAT
     scheme = Scheme.MIN if with_minima == {True} else Scheme.SYM
     return WeightFormat(8, next(iter(groups)) or _ROW_GROUP, scheme)

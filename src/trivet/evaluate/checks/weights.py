@@ -29,7 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trivet.checkpoint.packed import PackedFile
-from trivet.config import PAGE_TOKENS, WeightFormat
+from trivet.checkpoint.source import bf16_to_float
+from trivet.config import PAGE_TOKENS, RowRule, WeightFormat
 from trivet.errors import QuantError
 from trivet.evaluate.results import CheckResult, Finding, Kind
 from trivet.loader import LoadedModel
@@ -281,8 +282,11 @@ def _compare_rounding(
     picked = np.unique(np.linspace(0, n - 1, min(n, _SAMPLE_ROWS)).astype(int))
     kept, own = _values(wanted, picked), _values(weight, picked) * factor[None, :]
     error = own / (gains[0][picked][:, None] * gains[1][None, :]) - kept
+    plain = weight.format  # a rule for activations changes nothing in how weights are rounded
+    if plain.is_row and not plain.is_rotated:
+        plain = dataclasses.replace(plain, rule=RowRule.ROW)
     try:
-        rounded = dequantize(convert(kept, weight.format).weight) - kept
+        rounded = dequantize(convert(kept, dataclasses.replace(plain, outliers=0)).weight) - kept
     except QuantError:
         return
     own_error, least, total = (_output_square(rows, inputs) for rows in (error, rounded, kept))
@@ -413,6 +417,7 @@ def _values(weight: WeightTensor, rows: slice | NDArray[np.intp]) -> Float32:
         scales=cut(weight.scales),
         minima=cut(weight.minima),
         zeros=cut(weight.zeros),
+        outlier_codes=cut(weight.outlier_codes),
     )
     k = part.shape[1]
     group = part.format.group_size or k
@@ -431,7 +436,10 @@ def _values(weight: WeightTensor, rows: slice | NDArray[np.intp]) -> Float32:
         # In pieces that BLAS does not spread over threads: there is one beside this already.
         pieces = values.reshape(-1, math.gcd(values.size // len(matrix), 32), len(matrix))
         values = pieces @ matrix
-    return values.reshape(-1, k)
+    rows: Float32 = values.reshape(-1, k)
+    if part.outlier_codes is not None:
+        rows[:, part.outliers] = bf16_to_float(part.outlier_codes)
+    return rows
 
 
 @functools.cache
