@@ -34,21 +34,22 @@ enum class KvKind : int32_t {
     kInt4First = 7,
 };
 
-constexpr bool is_kv_kind(int32_t value) { return value >= 0 && value < 8 && value != 4; }
-constexpr bool keeps_first(KvKind kind) { return static_cast<int32_t>(kind) > 4; }
+// Static, not inline: level files export nothing but their tables.
+static constexpr bool is_kv_kind(int32_t value) { return value >= 0 && value < 8 && value != 4; }
+static constexpr bool keeps_first(KvKind kind) { return static_cast<int32_t>(kind) > 4; }
 // The kind without the first token.
-constexpr KvKind code_kind(KvKind kind) {
+static constexpr KvKind code_kind(KvKind kind) {
     return static_cast<KvKind>(static_cast<int32_t>(kind) & 3);
 }
 // Whether K and the query are rotated by the block Hadamard before they are rounded.
-constexpr bool rotates_k(KvKind kind) { return code_kind(kind) == KvKind::kInt4; }
+static constexpr bool rotates_k(KvKind kind) { return code_kind(kind) == KvKind::kInt4; }
 
 // Offsets of the parts of a page block, and its size, in bytes.
 struct PageBlock {
     int64_t v, k_scale, v_scale, first, bytes;
 };
 
-constexpr PageBlock page_block(KvKind kind, int32_t head_dim) {
+static constexpr PageBlock page_block(KvKind kind, int32_t head_dim) {
     const KvKind code = code_kind(kind);
     const int64_t bits = code == KvKind::kBf16 ? 16 : code == KvKind::kInt4 ? 4 : 8;
     const int64_t codes = int64_t{kPageTokens} * head_dim * bits / 8;
@@ -77,7 +78,7 @@ struct SpanTask {
 };
 
 // The largest need of any level, in floats.
-constexpr int64_t span_scratch_floats(int32_t num_q, int32_t head_dim) {
+static constexpr int64_t span_scratch_floats(int32_t num_q, int32_t head_dim) {
     const int64_t q_padded = (num_q + 15) / 16 * 16, dims = (head_dim + 31) / 32 * 32;
     return q_padded * (kSpanTokens + 2 * dims + kSpanTokens / 2) + 2 * kSpanTokens +
            int64_t{kSpanTokens} * dims + 64;
