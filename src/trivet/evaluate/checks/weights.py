@@ -436,10 +436,10 @@ def _values(weight: WeightTensor, rows: slice | NDArray[np.intp]) -> Float32:
         # In pieces that BLAS does not spread over threads: there is one beside this already.
         pieces = values.reshape(-1, math.gcd(values.size // len(matrix), 32), len(matrix))
         values = pieces @ matrix
-    rows: Float32 = values.reshape(-1, k)
+    found: Float32 = values.reshape(-1, k)
     if part.outlier_codes is not None:
-        rows[:, part.outliers] = bf16_to_float(part.outlier_codes)
-    return rows
+        found[:, part.outliers] = bf16_to_float(part.outlier_codes)
+    return found
 
 
 @functools.cache
