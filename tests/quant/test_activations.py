@@ -194,11 +194,11 @@ def test_a_model_in_floats_knows_no_scale_and_no_columns(source: Path) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_gate_compares_the_weights_of_every_rule(
-    source: Path, folders: dict[str, Path], rule: str
-) -> None:
+def test_the_gate_compares_the_weights_of_every_rule(tmp_path: Path, rule: str) -> None:
+    source = build_folder(tmp_path / "model", SHAPE, dtype="F32")
+    quantize(source, tmp_path / "out", activations=rule, **ROWS)
     base = load_model(ModelConfig(model=str(source), weights="bf16", threads=1))
-    model = load_model(ModelConfig(model=str(folders[rule]), threads=1))
+    model = load_model(ModelConfig(model=str(tmp_path / "out"), threads=1))
     found = weights_check.check(model, base, list(range(3, 60)))
     assert found.finding is Finding.PASS, found.reason
     ratios = found.metrics["worst_output_error_over_rounding"]

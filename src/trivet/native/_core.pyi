@@ -129,7 +129,9 @@ class Model:
     def num_logits(self) -> int: ...
 
     def nonfinite_logits(self) -> list[int]:
-        """Rows of the last step's logits whose hidden state holds infinity or NaN."""
+        """
+        Rows of the last step's logits whose hidden state holds infinity or NaN.
+        """
 
     def logits(self) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None), writable=False)]:
         """A view of the last step's logits; the next step overwrites it."""
