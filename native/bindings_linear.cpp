@@ -166,7 +166,7 @@ void group_sums(Array<const uint16_t, 2> x, int32_t group, Array<float, 2> sums)
 }
 
 void quantize_int8(const std::string& level, Array<const float, 2> x, int32_t group,
-                   int32_t hadamard, Array<int8_t, 2> codes, Array<float, 2> scales,
+                   int32_t hadamard, float amax, Array<int8_t, 2> codes, Array<float, 2> scales,
                    Array<int32_t, 2> sums) {
     const auto rows = x.shape(0);
     const auto k = int32_t(x.shape(1)), k_padded = (k + 63) / 64 * 64;
@@ -189,8 +189,8 @@ void quantize_int8(const std::string& level, Array<const float, 2> x, int32_t gr
         float* row_scales = scales.data() + r * num_groups;
         int32_t* row_sums = sums.data() + r * num_groups;
         if (group == 0) {
-            table.to_int8_row(row, k, k_padded, hadamard, scratch.data(), row_codes, row_scales,
-                              row_sums);
+            table.to_int8_row(row, k, k_padded, hadamard, amax, scratch.data(), row_codes,
+                              row_scales, row_sums);
         } else {
             table.to_int8_group(row, k, k_padded, group, row_codes, row_scales, row_sums);
         }
@@ -213,6 +213,8 @@ void bind_linear(nb::module_& m) {
     m.def("kernel_group_sums", group_sums, nb::arg("x"), nb::arg("group"), nb::arg("sums"),
           "Sums of the bf16 values of each group of rows of x into sums.");
     m.def("kernel_quantize_int8", quantize_int8, nb::arg("level"), nb::arg("x"), nb::arg("group"),
-          nb::arg("hadamard"), nb::arg("codes"), nb::arg("scales"), nb::arg("sums"),
-          "Rows of x as int8 per group, or per rotated row when group is 0.");
+          nb::arg("hadamard"), nb::arg("amax"), nb::arg("codes"), nb::arg("scales"),
+          nb::arg("sums"),
+          "Rows of x as int8 per group, or per rotated row when group is 0; of a range amax where "
+          "that is not 0.");
 }

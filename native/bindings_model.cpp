@@ -5,7 +5,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cmath>
 #include <cstdint>
+#include <limits>
 #include <new>
 #include <optional>
 #include <stdexcept>
@@ -71,6 +73,39 @@ int32_t enumerator(nb::handle value, int32_t count, const char* what) {
     return number;
 }
 
+// How whole-row int8 takes its input: rotation, stored range, outlier columns in bf16.
+void read_row_rule(const nb::dict& d, const Reader& reader, LinearPart& part) {
+    const LinearWeight& w = part.weight;
+    part.hadamard = positive(d["hadamard"], "hadamard");
+    if (part.hadamard > 64 || w.k % part.hadamard || (part.hadamard & (part.hadamard - 1))) {
+        throw std::invalid_argument("model: hadamard is a power of two up to 64 that divides k");
+    }
+    if (!d["amax"].is_none()) {
+        part.amax = *reader.at<float>(d["amax"], 1, "amax");
+        if (!(part.amax >= std::numeric_limits<float>::min()) || std::isinf(part.amax)) {
+            throw std::invalid_argument("model: amax must be a finite number above zero");
+        }
+    }
+    if (d["outliers"].is_none()) return;
+    LinearWeight& high = part.outlier_weight;
+    high = {};
+    high.kind = WeightKind::kBf16;
+    high.n = w.n;
+    high.n_padded = w.n_padded;
+    high.k = positive(d["num_outliers"], "num_outliers");
+    high.k_padded = (high.k + 63) / 64 * 64;
+    high.group = high.k_padded;
+    high.num_groups = high.scale_groups = 1;
+    const int64_t code_bytes = int64_t{2} * high.n_padded * high.k_padded;
+    high.codes = reader.at<uint8_t>(d["outlier_codes"], code_bytes, "outlier codes");
+    part.outliers = reader.at<int32_t>(d["outliers"], high.k, "outliers");
+    for (int32_t i = 0; i < high.k; ++i) {
+        if (part.outliers[i] < (i == 0 ? 0 : part.outliers[i - 1] + 1) || part.outliers[i] >= w.k) {
+            throw std::invalid_argument("model: outliers must be columns, ascending");
+        }
+    }
+}
+
 LinearPart read_linear(const nb::dict& d, const Reader& reader) {
     LinearPart part;
     LinearWeight& w = part.weight;
@@ -115,10 +150,7 @@ LinearPart read_linear(const nb::dict& d, const Reader& reader) {
         }
     }
     if (!d["bias"].is_none()) w.bias = reader.at<float>(d["bias"], w.n_padded, "bias");
-    if (is_row) {
-        part.hadamard = 64;
-        while (w.k % part.hadamard != 0) part.hadamard /= 2;
-    }
+    if (is_row) read_row_rule(d, reader, part);
     return part;
 }
 

@@ -100,6 +100,7 @@ Model::Model(ModelWeights weights, Level level, int num_threads)
         scratch.row.reserve(max_width_);
         scratch.ordered.reserve(max_width_);
         scratch.rotated.reserve(round_up(max_width_, 64));
+        scratch.picked.reserve(max_width_);
         reserve_prepared(scratch.prepared, kSharedRows);
         scratch.q.reserve(int64_t{tile} * w.head_dim);
         scratch.head.reserve(int64_t{3} * round_up(w.head_dim, 64));
@@ -113,6 +114,14 @@ int32_t Model::add_linear(OpClass op_class, Point point, Source source, const fl
                           int32_t width, int32_t out_width, const std::vector<LinearPart>& parts,
                           bool accumulate) {
     LinearOp op{op_class, point, source, gain, width, {}, {}, 0, accumulate, {}};
+    const auto add_form = [&](const Form& form) {
+        auto found = std::find(op.forms.begin(), op.forms.end(), form);
+        if (found == op.forms.end()) found = op.forms.insert(op.forms.end(), form);
+        const int64_t code_bytes = int64_t{form.k_padded} * (takes_bf16(form.kind) ? 2 : 1);
+        max_code_bytes_ = std::max(max_code_bytes_, code_bytes);
+        max_groups_ = std::max(max_groups_, int64_t{form.num_groups});
+        return static_cast<int32_t>(found - op.forms.begin());
+    };
     int32_t column = 0;
     for (const LinearPart& part : parts) {
         const LinearWeight& w = part.weight;
@@ -126,16 +135,21 @@ int32_t Model::add_linear(OpClass op_class, Point point, Source source, const fl
                                      : needs_sums      ? WeightKind::kInt4Bf16
                                      : is_int4(w.kind) ? WeightKind::kInt8Group
                                                        : w.kind;
-        const Form form = {form_kind,  plain ? 0 : w.group,      part.hadamard,
-                           w.k_padded, plain ? 0 : w.num_groups, part.order};
-        auto found = std::find(op.forms.begin(), op.forms.end(), form);
-        if (found == op.forms.end()) found = op.forms.insert(op.forms.end(), form);
-        op.parts.push_back({w, select(*kernels_.linear, w.kind),
-                            static_cast<int32_t>(found - op.forms.begin()), column, op.num_blocks});
+        const LinearWeight& high = part.outlier_weight;
+        const int32_t num_outliers = part.outliers == nullptr ? 0 : high.k;
+        const int32_t form = add_form({form_kind, plain ? 0 : w.group, part.hadamard, w.k_padded,
+                                       plain ? 0 : w.num_groups, part.order, part.amax,
+                                       part.outliers, num_outliers});
+        op.parts.push_back(
+            {w, select(*kernels_.linear, w.kind), form, column, op.num_blocks, accumulate});
+        if (num_outliers > 0) {  // onto what the part before it has just written
+            const int32_t high_form = add_form({WeightKind::kBf16, 0, 1, high.k_padded, 0,
+                                                part.order, 0, part.outliers, num_outliers});
+            op.parts.push_back(
+                {high, kernels_.linear->bf16, high_form, column, op.num_blocks, true});
+        }
         column += w.n;
         op.num_blocks += w.n_padded / kBlock;
-        max_code_bytes_ = std::max(max_code_bytes_, int64_t{w.k_padded} * (is_bf16 ? 2 : 1));
-        max_groups_ = std::max(max_groups_, int64_t{form.num_groups});
     }
     require(column == out_width, std::string("model: the weights of ") + op_class_name(op_class) +
                                      " have " + std::to_string(column) + " outputs, not " +
@@ -404,21 +418,34 @@ void Model::prepare_row(const LinearOp& op, int32_t source_row, int32_t row, Scr
         uint8_t* codes = prepared.codes[i].data();
         const int64_t offset = static_cast<int64_t>(row) * form.k_padded;
         float* scales = prepared.scales[i].data() + static_cast<int64_t>(row) * form.num_groups;
+        const float* values = x;  // the columns of x that this form holds
+        int32_t width = op.width;
+        if (form.num_outliers > 0) {
+            float* picked = scratch.picked.data();
+            values = picked;
+            if (takes_bf16(form.kind)) {
+                width = form.num_outliers;
+                for (int32_t j = 0; j < width; ++j) picked[j] = x[form.outliers[j]];
+            } else {
+                std::memcpy(picked, x, sizeof(float) * static_cast<size_t>(width));
+                for (int32_t j = 0; j < form.num_outliers; ++j) picked[form.outliers[j]] = 0;
+            }
+        }
         if (takes_bf16(form.kind)) {
-            uint16_t* values = reinterpret_cast<uint16_t*>(codes) + offset;
-            kernels_.quantize->to_bf16(x, op.width, form.k_padded, values);
+            uint16_t* rounded = reinterpret_cast<uint16_t*>(codes) + offset;
+            kernels_.quantize->to_bf16(values, width, form.k_padded, rounded);
             if (form.kind == WeightKind::kInt4Bf16) {
-                sum_bf16_groups(values, form.k_padded, form.group, form.num_groups, scales);
+                sum_bf16_groups(rounded, form.k_padded, form.group, form.num_groups, scales);
             }
             continue;
         }
         int8_t* out = reinterpret_cast<int8_t*>(codes) + offset;
         int32_t* sums = prepared.sums[i].data() + static_cast<int64_t>(row) * form.num_groups;
         if (form.kind == WeightKind::kInt8Row) {
-            kernels_.quantize->to_int8_row(x, op.width, form.k_padded, form.hadamard,
+            kernels_.quantize->to_int8_row(values, width, form.k_padded, form.hadamard, form.amax,
                                            scratch.rotated.data(), out, scales, sums);
         } else {
-            kernels_.quantize->to_int8_group(x, op.width, form.k_padded, form.group, out, scales,
+            kernels_.quantize->to_int8_group(values, width, form.k_padded, form.group, out, scales,
                                              sums);
         }
     }
@@ -489,7 +516,7 @@ void Model::run_linear(const LinearOp& op, int32_t layer, int32_t num_rows, cons
             if (from >= to) continue;
             const Form& form = op.forms[static_cast<size_t>(part.form)];
             part.run(part.weight, activations(prepared, form, part.form, num_rows), from, to,
-                     out + part.column, out_stride, op.accumulate);
+                     out + part.column, out_stride, part.accumulate);
         }
     });
     times_ns_[static_cast<int>(OpClass::kPrepare)] += prepare_ns;

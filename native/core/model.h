@@ -20,13 +20,18 @@
 
 namespace trivet {
 
-// One packed weight of a linear operation. hadamard: width of the input's rotation (kInt8Row),
-// else 1. order: [k] the input column that stands at each place of the weight, a permutation; null:
-// they stand in the input's order.
+// One packed weight of a linear operation, and how it takes its input. order: [k] the input column
+// that stands at each place of the weight, a permutation; null: they stand in the input's order.
+// The rest is about kInt8Row. hadamard: width of the rotation, else 1. amax: the stored range, else
+// 0: each row's own. outliers: ascending places that are left out of the row and multiplied in bf16
+// with outlier_weight [n, their number], or null.
 struct LinearPart {
     LinearWeight weight;
     int32_t hadamard = 1;
     const int32_t* order = nullptr;
+    float amax = 0;
+    const int32_t* outliers = nullptr;
+    LinearWeight outlier_weight{};
 };
 
 struct LayerWeights {
@@ -121,11 +126,15 @@ class Model {
 
   private:
     enum class Source : int32_t { kNorm, kAttention, kGate };
-    // One form of a linear operation's input; kInt4Bf16 means bf16 with sums of groups.
+    // One form of a linear operation's input; kInt4Bf16 means bf16 with sums of groups. Of
+    // outliers (num_outliers columns) kInt8Row has all other columns and kBf16 them alone.
     struct Form {
         WeightKind kind;
         int32_t group, hadamard, k_padded, num_groups;
         const int32_t* order;
+        float amax = 0;
+        const int32_t* outliers = nullptr;
+        int32_t num_outliers = 0;
         bool operator==(const Form&) const = default;
     };
     struct Part {
@@ -134,6 +143,7 @@ class Model {
         int32_t form;    // index into forms
         int32_t column;  // first output column
         int32_t first_block;
+        bool accumulate;
     };
     struct LinearOp {
         OpClass op_class;
@@ -163,6 +173,7 @@ class Model {
     struct Scratch {
         Buffer<float> row;      // one row before quantization
         Buffer<float> ordered;  // the same, its columns in a weight's order
+        Buffer<float> picked;   // its outlier columns, or the row without them
         Buffer<float> rotated;  // scratch of to_int8_row
         Prepared prepared;      // inputs of up to kSharedRows rows
         uint64_t prepared_for = 0;

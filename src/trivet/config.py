@@ -18,10 +18,15 @@ SPAN_TOKENS = 256  # keys of one attention span; part of the numerics contract
 
 _GROUPED = re.compile(r"w(4|8)a(8|16)-(?:g(16|32|64|128)|row)(?:-(zp|min))?\Z")
 _FP8 = re.compile(r"fp8-(?:g(16|32|64|128)|row)\Z")
-_WEIGHTS_ALLOWED = (
-    "bf16, w8a8, w8a8-gN[-min], w4a8-gN[-zp|-min], w4a8-row[-zp|-min], w4a16 like w4a8,"
-    " fp8-gN, fp8-row, N in 16 32 64 128"
+_ROWS = re.compile(
+    r"w8a8(?:\+(?P<rule>hadamard64|row|static))?(?:\+outliers(?P<outliers>\d{1,3}))?\Z"
 )
+_WEIGHTS_ALLOWED = (
+    "bf16, w8a8, w8a8+row, w8a8+static, w8a8[+hadamard64]+outliersM, w8a8-gN[-min],"
+    " w4a8-gN[-zp|-min], w4a8-row[-zp|-min], w4a16 like w4a8, fp8-gN, fp8-row,"
+    " N in 16 32 64 128, M from 1 to 256"
+)
+MAX_OUTLIERS = 256  # columns of an input that can be kept in bf16
 
 
 class Scheme(enum.StrEnum):
@@ -33,6 +38,19 @@ class Scheme(enum.StrEnum):
     FP8 = "fp8"
 
 
+class RowRule(enum.StrEnum):
+    """How activations become int8 beside whole-row int8 weights.
+
+    hadamard64  weights and activations through a block Hadamard, then one scale per row of activations
+    row         one scale per row as it comes
+    static      one stored scale for every row
+    """
+
+    HADAMARD = "hadamard64"
+    ROW = "row"
+    STATIC = "static"
+
+
 @dataclasses.dataclass(frozen=True)
 class WeightFormat:
     """A weight format: code bits, group size along K (None: the whole row) and scheme.
@@ -41,19 +59,32 @@ class WeightFormat:
     ``w4a8-g32``, ``w4a8-g32-zp``, ``w4a8-g32-min``, groups 16, 32, 64, 128, and of 4 bits ``w4a8-row``
     with the same endings. ``w4a16`` in place of ``w4a8`` multiplies with bf16 activations, and so do
     ``fp8-g128`` and ``fp8-row``, whose codes are e4m3.
+
+    Whole-row int8 has a rule for its activations: ``w8a8`` is ``w8a8+hadamard64``; ``w8a8+row`` and
+    ``w8a8+static`` are the others. ``+outliersM`` takes M columns of the input out of the row (so that
+    they do not set its scale) and multiplies them in bf16: ``w8a8+outliers32`` with the rule ``row``,
+    ``w8a8+hadamard64+outliers32``.
     """
 
     bits: int
     group_size: int | None = None
     scheme: Scheme = Scheme.SYM
     activation_bits: int = 8  # of 4-bit weights: 8 or 16; of fp8 16; the others have one choice
+    rule: RowRule = RowRule.HADAMARD  # of whole-row int8
+    outliers: int = 0  # of whole-row int8: columns multiplied in bf16
 
     @classmethod
     def parse(cls, name: str) -> WeightFormat:
         if name == "bf16":
             return cls(16)
-        if name in ("w8a8", "w8a8+hadamard64"):
-            return cls(8)
+        rows = _ROWS.match(name)
+        if rows:
+            count = int(rows["outliers"] or 0)
+            rule = rows["rule"] or (RowRule.ROW if count else RowRule.HADAMARD)
+            form = cls(8, rule=RowRule(rule), outliers=count)
+            has_count = rows["outliers"] is not None
+            if not has_count or (1 <= count <= MAX_OUTLIERS and rule != RowRule.STATIC):
+                return form
         match = _FP8.match(name)
         if match:
             return cls(8, int(match[1]) if match[1] else None, Scheme.FP8, 16)
@@ -74,8 +105,10 @@ class WeightFormat:
     def name(self) -> str:
         if self.bits == 16:
             return "bf16"
-        if self.is_rotated:
-            return "w8a8"
+        if self.is_row:
+            ending = f"+outliers{self.outliers}" if self.outliers else ""
+            is_implied = self.rule is (RowRule.ROW if self.outliers else RowRule.HADAMARD)
+            return "w8a8" + ("" if is_implied else f"+{self.rule}") + ending
         group = "row" if self.group_size is None else f"g{self.group_size}"
         if self.scheme is Scheme.FP8:
             return f"fp8-{group}"
@@ -83,14 +116,19 @@ class WeightFormat:
         return f"w{self.bits}a{self.activation_bits}-{group}{suffix}"
 
     @property
-    def is_rotated(self) -> bool:
-        """Whether the columns are rotated by the block Hadamard: whole-row int8."""
+    def is_row(self) -> bool:
+        """Whether it is whole-row int8: one scale for all columns, and a rule for activations."""
         return self.bits == 8 and self.group_size is None and self.scheme is not Scheme.FP8
 
     @property
+    def is_rotated(self) -> bool:
+        """Whether the columns are rotated by the block Hadamard: whole-row int8 with that rule."""
+        return self.is_row and self.rule is RowRule.HADAMARD
+
+    @property
     def full_form(self) -> str:
-        """The name with the activation rule: whole-row int8 rotates by a 64-wide block Hadamard."""
-        return "w8a8+hadamard64" if self.is_rotated else self.name
+        """The name with the activation rule: ``w8a8`` rotates by a 64-wide block Hadamard."""
+        return "w8a8+hadamard64" if self.name == "w8a8" else self.name
 
 
 class KVFormat(enum.StrEnum):

@@ -20,12 +20,12 @@ from typing import Any
 from trivet import files
 from trivet.checkpoint import ModelSource, Tokenizer, resolve_model
 from trivet.checkpoint.formats import FORMATS as FOLDER_FORMATS
-from trivet.config import ModelConfig
+from trivet.config import ModelConfig, RowRule
 from trivet.errors import CheckpointError, ConfigError
 from trivet.json_values import plain
 from trivet.models import ModelSpec, open_model
 from trivet.models.gguf_export import plan_gguf
-from trivet.models.load import Model
+from trivet.models.load import Model, matrix_shapes
 from trivet.quant.blas import Workers, single_threaded
 from trivet.quant.calibrate import CalibrationConfig
 from trivet.quant.gguf import (
@@ -38,10 +38,12 @@ from trivet.quant.gguf import (
     quantize_gguf,
 )
 from trivet.quant.grid import Grid
+from trivet.quant.methods.activations import parse_activations
 from trivet.quant.methods.gptq import GptqConfig
 from trivet.quant.pipeline import Outcome, Recipe, quantize_model, require_unquantized
 from trivet.quant.plan import (
     FP8_BLOCKS,
+    INT8_ROWS,
     METHODS,
     Fp8,
     Plan,
@@ -182,6 +184,7 @@ def quantize(
     dry_run: bool = False,
     auto: bool = False,
     mixed: str | None = None,
+    activations: str | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
     evaluate: dict[str, Any] | None = None,
@@ -198,6 +201,8 @@ def quantize(
     gate        ``fast``, ``full`` or ``off``
     mixed       format of the units that hurt most (``w8-g64``), as far as ``max_bytes`` goes
     auto        8 bits first, then methods at 4 bits until the gate passes
+    activations rule for the activations of 8-bit rows: ``row``, ``hadamard64``, ``static``,
+                ``outliersM`` or ``hadamard64+outliersM``; None: the engine's own, in groups of 128
     announce    called with what is predicted, before anything runs
     evaluate    further arguments of the evaluation behind the gate (corpora, max_tokens, ...)
     Raises ConfigError, CheckpointError, QuantError.
@@ -223,6 +228,16 @@ def quantize(
         source, opened, target, os.fspath(model), calibrate, threads or available_threads(), gate,
         progress or _silent, evaluate or {}, announce, requantize,
     )  # fmt: skip
+    if activations is not None:
+        is_plain = not auto and mixed is None and format in ("native", NATIVE)
+        target_of = (method, bits, group_size, sym, fp8)
+        if not is_plain or _default_target(*target_of) != INT8_ROWS:
+            raise ConfigError(
+                "activations", activations, "together with --method smoothquant, or a method with"
+                " --bits 8 --group-size row, and the format native or compressed-tensors",
+            )  # fmt: skip
+        narrowest = min(columns for _, columns in matrix_shapes(opened.spec).values())
+        parse_activations(activations, narrowest)
     if format.startswith(PREFIX) or method in ("none", "kquant"):
         if auto or mixed is not None:
             allowed = (
@@ -238,8 +253,13 @@ def quantize(
             settings, config, tuple(keep), max_bytes, _written_format(format), dry_run
         )
     default = _default_target(method, bits, group_size, sym, fp8)
-    recipe = _recipe(method, format, config, requantize)
+    recipe = dataclasses.replace(
+        _recipe(method, format, config, requantize), activations=activations
+    )
     plan = make_plan(opened.spec, default, keep)
+    if recipe.activation_form is not None:
+        is_static = recipe.activation_form.rule is RowRule.STATIC
+        plan = dataclasses.replace(plan, has_input_scales=is_static)
     if mixed is not None:
         plan = _mixed(settings, plan, default, mixed, max_bytes)
     _require_budget(plan, max_bytes)

@@ -49,7 +49,7 @@ def _load(folder: Path, form: str) -> LoadedModel:
 @pytest.mark.parametrize(
     "form",
     [
-        "bf16", "w8a8", "w8a8-g32", "w4a8-g32", "w4a8-g32-zp",
+        "bf16", "w8a8", "w8a8+row", "w8a8-g32", "w4a8-g32", "w4a8-g32-zp",
         "w8a8-g16-min", "w4a8-g16", "w4a8-row-zp", "w4a16-g64-min", "fp8-g32",
     ],
 )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trivet.config import Scheme, WeightFormat
+from trivet.config import RowRule, Scheme, WeightFormat
 from trivet.native import _core
 from trivet.native.reference_linear import to_bf16
 from trivet.native.weights import WeightTensor
@@ -63,7 +63,16 @@ def random_weight(
         codes = rng.integers(-127, 128, (n, k), dtype=np.int8)
         if format.scheme is Scheme.MIN:
             minima = (scales * rng.uniform(-60, 60, scales.shape)).astype(scale_dtype)
-        return WeightTensor(format, codes, scales, minima)
+        amax = outliers = high = None
+        if format.rule is RowRule.STATIC:
+            amax = np.array([2.5], np.float32)
+        if format.outliers:
+            outliers = np.sort(rng.permutation(k)[: format.outliers]).astype(np.int32)
+            codes[:, outliers] = 0
+            high = to_bf16(rng.standard_normal((n, format.outliers)).astype(np.float32))
+        return WeightTensor(
+            format, codes, scales, minima, amax=amax, outliers=outliers, outlier_codes=high
+        )
     codes4 = rng.integers(0, 16, (n, k), dtype=np.uint8)
     if format.scheme is Scheme.MIN:
         minima = (-8.0 * scales * rng.uniform(0.5, 1.5, scales.shape)).astype(scale_dtype)

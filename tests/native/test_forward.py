@@ -261,6 +261,26 @@ def test_an_order_that_is_no_permutation_is_refused(order: list[int]) -> None:
         load_model(packed, threads=1)
 
 
+def test_rows_whose_rule_is_not_sound_are_refused() -> None:
+    packed = make_model("w8a8+outliers7")[0]
+    name = "layers.1.down"
+    tensor = packed.tensors[name]
+    assert tensor.outliers is not None
+    packed.tensors[name] = dataclasses.replace(tensor, hadamard=16)  # K is 136
+    with pytest.raises(ValueError, match="hadamard is a power of two"):
+        load_model(packed, threads=1)
+    for columns in ([0, 1, 2, 3, 4, 5, 136], [0, 1, 2, 2, 4, 5, 6], [-1, 1, 2, 3, 4, 5, 6]):
+        other = packed.append(np.array(columns, np.int32))
+        packed.tensors[name] = dataclasses.replace(tensor, outliers=other)
+        with pytest.raises(ValueError, match="outliers must be columns, ascending"):
+            load_model(packed, threads=1)
+    for amax in (0.0, -1.0, np.inf, np.nan, 1e-40):
+        other = packed.append(np.array([amax], np.float32))
+        packed.tensors[name] = dataclasses.replace(tensor, amax=other)
+        with pytest.raises(ValueError, match="amax must be a finite number above zero"):
+            load_model(packed, threads=1)
+
+
 def test_numerics_id_differs_by_kv_format() -> None:
     packed = _model("bf16")[0]
     ids = {load_model(packed, threads=1, kv=kv).numerics_id for kv in KVFormat}

@@ -22,8 +22,14 @@ from trivet.native.packing import (
 )
 from trivet.native.weights import WeightTensor, dequantize
 
+_PARTS = ("codes", "scales", "minima", "zeros", "order", "amax", "outliers", "outlier_codes")
 
-@pytest.mark.parametrize(("name", "scale_dtype"), FORMATS, ids=case_id)
+
+@pytest.mark.parametrize(
+    ("name", "scale_dtype"),
+    [*FORMATS, *((f"w8a8+{r}", np.float32) for r in ("row", "static", "hadamard64+outliers1"))],
+    ids=case_id,
+)
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (16, 64), (35, 100), (20, 576)])
 def test_unpack_returns_what_was_packed(name: str, scale_dtype: type, n: int, k: int) -> None:
     weight = random_weight(name, n, k, scale_dtype)
@@ -33,7 +39,7 @@ def test_unpack_returns_what_was_packed(name: str, scale_dtype: type, n: int, k:
     packed = pack(weight)
     back = unpack(packed)
     assert back.format == weight.format
-    for part in ("codes", "scales", "minima", "zeros", "order"):
+    for part in _PARTS:
         a, b = getattr(weight, part), getattr(back, part)
         assert (a is None) == (b is None)
         if a is not None:

@@ -72,6 +72,21 @@ def test_int8_rows_equal_the_reference(level: str, k: int) -> None:
     _assert_rows_equal(got, reference.quantize_row(x), k)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("k", WIDTHS)
+@pytest.mark.parametrize("name", ["w8a8+row", "w8a8+static"])
+def test_int8_rows_without_rotation_equal_the_reference(level: str, k: int, name: str) -> None:
+    """A stored range clips what lies beyond it, and a row that is not finite shows."""
+    x = _inputs(k)
+    amax = np.float32(0.7) if name == "w8a8+static" else None
+    got = kernels.quantize(level, x, _layout(name, k), amax=0.0 if amax is None else float(amax))
+    _assert_rows_equal(got, reference.quantize_row(x, 1, amax), k)
+    assert got.scales is not None
+    assert not np.isfinite(got.scales[9:12]).any()
+    if amax is not None:
+        assert (got.scales[:9] == amax / np.float32(127)).all()
+
+
 @pytest.mark.parametrize("k", [2, 12, 64, 576])
 def test_rotation_is_orthogonal_and_its_own_inverse(k: int) -> None:
     x = random_rows(3, k).astype(np.float64)

@@ -8,17 +8,18 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from trivet.config import KVFormat, Scheme, WeightFormat
+from trivet.config import KVFormat, RowRule, Scheme, WeightFormat
 from trivet.models import ModelSpec, rope_tables
 from trivet.native import Arena, NativeModel, StepInput, load_model
 from trivet.native.e4m3 import encode_values
 from trivet.native.packing import LINEARS, Layout, pack
 from trivet.native.reference import ReferenceLayer, ReferenceLinear, ReferenceModel
 from trivet.native.reference_linear import to_bf16
-from trivet.native.weights import WeightTensor
+from trivet.native.weights import WeightTensor, hadamard_width
 
 FORMATS = [
     "bf16", "w8a8", "w8a8-g32", "w4a8-g32", "w4a8-g32-zp", "w4a8-g64-min",
+    "w8a8+row", "w8a8+static", "w8a8+outliers7", "w8a8+hadamard64+outliers70",
     "w8a8-g16-min", "w4a8-g16", "w4a8-g16-min", "w4a8-row", "w4a8-row-zp",
     "w4a16-g32", "w4a16-g64-min", "w4a16-row-zp", "fp8-g32", "fp8-row",
 ]  # fmt: skip
@@ -66,6 +67,11 @@ class TinyTensor:
     zeros: int | None = None
     order: int | None = None
     bias: int | None = None
+    hadamard: int = 1
+    amax: int | None = None
+    outliers: int | None = None
+    outlier_codes: int | None = None
+    num_outliers: int = 0
 
 
 class TinyPacked:
@@ -113,6 +119,8 @@ class TinyPacked:
             layout.format.scheme.value,
             None if plain else layout.scale_type.name.lower(),
             bias=bias,
+            hadamard=hadamard_width(layout.k) if layout.format.is_rotated else 1,
+            num_outliers=layout.format.outliers,
             **parts,
         )
 
@@ -124,7 +132,7 @@ def random_weight(rng: np.random.RandomState, format: WeightFormat, n: int, k: i
         return WeightTensor(format, to_bf16(values.astype(np.float32)))
     groups = 1 if format.group_size is None else -(-k // format.group_size)
     spread = rng.uniform(0.5, 1.5, (n, groups)) / np.sqrt(k)
-    dtype = np.float32 if format.is_rotated else np.float16
+    dtype = np.float32 if format.is_row else np.float16
     if format.scheme is Scheme.FP8:
         values = rng.uniform(-448.0, 448.0, (n, k)).astype(np.float32)
         return WeightTensor(format, encode_values(values), (spread / 256).astype(np.float32))
@@ -134,7 +142,17 @@ def random_weight(rng: np.random.RandomState, format: WeightFormat, n: int, k: i
         minima8 = None
         if format.scheme is Scheme.MIN:
             minima8 = (scales8 * rng.uniform(-60, 60, scales8.shape)).astype(dtype)
-        return WeightTensor(format, codes8, scales8, minima8)
+        if not format.is_row:
+            return WeightTensor(format, codes8, scales8, minima8)
+        amax = np.array([rng.uniform(1, 3)], np.float32) if format.rule is RowRule.STATIC else None
+        outliers = high = None
+        if format.outliers:
+            outliers = np.sort(rng.permutation(k)[: format.outliers]).astype(np.int32)
+            codes8[:, outliers] = 0
+            high = to_bf16((rng.uniform(-1.7, 1.7, (n, len(outliers))) / 10).astype(np.float32))
+        return WeightTensor(
+            format, codes8, scales8, amax=amax, outliers=outliers, outlier_codes=high
+        )
     scales = (spread / 4.6).astype(dtype)
     codes4 = rng.randint(0, 16, (n, k), dtype=np.uint8)
     minima = zeros = None

@@ -80,6 +80,8 @@ def test_a_negative_verdict_ends_with_1(
     [
         (["--group-size", "many"], "group_size"),
         (["--bits", "5"], "bits"),
+        (["--method", "smoothquant", "--activations", "often"], "activations: 'often'"),
+        (["--activations", "static"], "together with --method smoothquant"),
         (["--keep", "nothing=bf16", "--group-size", "32"], "keep"),
         (["--traffic", "/nowhere.jsonl", "--group-size", "32"], "nowhere"),
     ],

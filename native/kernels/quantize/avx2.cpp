@@ -171,11 +171,11 @@ void rotate(const float* x, int32_t k, int32_t hadamard, float* out) {
     }
 }
 
-void to_int8_row(const float* x, int32_t k, int32_t k_padded, int32_t hadamard, float* scratch,
-                 int8_t* codes, float* scale, int32_t* sum) {
+void to_int8_row(const float* x, int32_t k, int32_t k_padded, int32_t hadamard, float amax,
+                 float* scratch, int8_t* codes, float* scale, int32_t* sum) {
     const float* values = hadamard > 1 ? scratch : x;
     if (hadamard > 1) rotate(x, k, hadamard, scratch);
-    quantize_span(values, k, max_magnitude(values, k), codes, scale, sum);
+    quantize_span(values, k, row_range(max_magnitude(values, k), amax), codes, scale, sum);
     for (int32_t i = k; i < k_padded; ++i) codes[i] = 0;
 }
 

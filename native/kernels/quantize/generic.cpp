@@ -15,9 +15,9 @@ float max_magnitude(const float* x, int32_t count) {
     return bits_float(largest);
 }
 
-// Quantizes `count` values with one scale. A NaN product becomes -127.
-void quantize_span(const float* x, int32_t count, int8_t* codes, float* scale, int32_t* sum) {
-    const float largest = max_magnitude(x, count);
+// Quantizes `count` values with the scale of a range. A NaN product becomes -127.
+void quantize_span(const float* x, int32_t count, float largest, int8_t* codes, float* scale,
+                   int32_t* sum) {
     const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
     int32_t total = 0;
     for (int32_t i = 0; i < count; ++i) {
@@ -43,7 +43,8 @@ void to_int8_group(const float* x, int32_t k, int32_t k_padded, int32_t group, i
                    float* scales, int32_t* sums) {
     for (int32_t g = 0, begin = 0; begin < k; ++g, begin += group) {
         const int32_t count = k - begin < group ? k - begin : group;
-        quantize_span(x + begin, count, codes + begin, scales + g, sums + g);
+        const float largest = max_magnitude(x + begin, count);
+        quantize_span(x + begin, count, largest, codes + begin, scales + g, sums + g);
     }
     for (int32_t i = k; i < k_padded; ++i) codes[i] = 0;
 }
@@ -64,10 +65,10 @@ void rotate(const float* x, int32_t k, int32_t hadamard, float* out) {
     }
 }
 
-void to_int8_row(const float* x, int32_t k, int32_t k_padded, int32_t hadamard, float* scratch,
-                 int8_t* codes, float* scale, int32_t* sum) {
+void to_int8_row(const float* x, int32_t k, int32_t k_padded, int32_t hadamard, float amax,
+                 float* scratch, int8_t* codes, float* scale, int32_t* sum) {
     rotate(x, k, hadamard, scratch);
-    quantize_span(scratch, k, codes, scale, sum);
+    quantize_span(scratch, k, row_range(max_magnitude(scratch, k), amax), codes, scale, sum);
     for (int32_t i = k; i < k_padded; ++i) codes[i] = 0;
 }
 

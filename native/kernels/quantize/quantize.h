@@ -17,7 +17,8 @@ struct QuantizeKernels {
     void (*to_int8_group)(const float* x, int32_t k, int32_t k_padded, int32_t group, int8_t* codes,
                           float* scales, int32_t* sums);
     // scratch: float32 [k_padded]. hadamard: block width (hadamard_width(k), or 1 for none).
-    void (*to_int8_row)(const float* x, int32_t k, int32_t k_padded, int32_t hadamard,
+    // amax: the stored range of every row, or 0: each row's own.
+    void (*to_int8_row)(const float* x, int32_t k, int32_t k_padded, int32_t hadamard, float amax,
                         float* scratch, int8_t* codes, float* scale, int32_t* sum);
     // The block Hadamard alone: out float32 [k], not x. hadamard divides k.
     void (*rotate)(const float* x, int32_t k, int32_t hadamard, float* out);
@@ -33,6 +34,12 @@ void sum_bf16_groups(const uint16_t* x, int32_t k_padded, int32_t group, int32_t
 static inline int32_t hadamard_width(int32_t k) {
     const int32_t power = k & -k;
     return power < 64 ? power : 64;
+}
+
+// The range that a row's codes span: the stored one, if there is one and the row is finite.
+static inline float row_range(float largest, float amax) {
+    constexpr float kLargestFinite = 3.40282346638528859812e+38f;
+    return amax > 0.0f && largest <= kLargestFinite ? amax : largest;
 }
 
 // 1 / sqrt(width), rounded to float32.

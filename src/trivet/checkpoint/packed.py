@@ -34,7 +34,7 @@ from trivet.native.packing import Layout, PackedWeight, ScaleType
 from trivet.native.weights import hadamard_width
 
 TENSOR_ALIGN, PART_ALIGN = 4096, 64
-_PARTS = ("codes", "scales", "minima", "zeros", "order")
+_PARTS = ("codes", "scales", "minima", "zeros", "order", "amax", "outliers", "outlier_codes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +43,9 @@ class PackedTensor:
 
     kind      ``bf16``, ``int8_row``, ``int8_group``, ``int4_group``, ``int4_row``, ``int4_bf16``,
               ``fp8`` (layouts: native/packing.py), or ``f32``: n * k floats in row order, unpadded
-    offsets   ``codes``, ``scales``, ``minima``, ``zeros``, ``order``, ``sums`` and ``bias`` (float32
-              [n_padded]): absolute bytes from the file's start, or None where there is none
+    offsets   ``codes``, ``scales``, ``minima``, ``zeros``, ``order``, ``sums``, ``bias`` (float32
+              [n_padded]), and of whole-row int8 ``amax``, ``outliers``, ``outlier_codes``: absolute
+              bytes from the file's start, or None where there is none
     group     columns of one sum (`Layout.group`); 0 for bf16 and f32
     hadamard  width of the rotation of the columns; 1 means none
     exact     whether the source's values are kept bit for bit; rel_error is the Frobenius norm of
@@ -75,6 +76,14 @@ class PackedTensor:
     exact: bool
     rel_error: float
     note: str
+    amax: int | None = None
+    outliers: int | None = None
+    outlier_codes: int | None = None
+
+    @property
+    def num_outliers(self) -> int:
+        """How many columns of the input are multiplied in bf16; not for kind ``f32``."""
+        return self.layout.format.outliers
 
     @property
     def layout(self) -> Layout:
@@ -217,7 +226,7 @@ def _derived(layout: Layout) -> dict[str, Any]:
         "num_groups": 0 if plain else layout.num_groups,
         "scheme": layout.format.scheme.value,
         "scale_type": None if plain else layout.scale_type.name.lower(),
-        "hadamard": hadamard_width(layout.k) if kind == "int8_row" else 1,
+        "hadamard": hadamard_width(layout.k) if layout.format.is_rotated else 1,
     }
 
 
@@ -303,7 +312,8 @@ def _check_tensor(name: str, tensor: PackedTensor) -> None:
     """Raise ValueError unless the fields agree with each other."""
     counts = [tensor.n, tensor.k, tensor.codes]
     optional = (
-        tensor.scales, tensor.minima, tensor.zeros, tensor.order, tensor.sums, tensor.bias
+        tensor.scales, tensor.minima, tensor.zeros, tensor.order, tensor.sums, tensor.bias,
+        tensor.amax, tensor.outliers, tensor.outlier_codes,
     )  # fmt: skip
     counts += [offset for offset in optional if offset is not None]
     if name != tensor.name or not all(map(is_count, counts)):

@@ -98,6 +98,12 @@ if TYPE_CHECKING:
     metavar="FORMAT",
     help="With --max-bytes: linears that hurt most get this format (w8-g64) while bytes last.",
 )
+@click.option(
+    "--activations",
+    metavar="RULE",
+    help="Of 8-bit rows (smoothquant, or --bits 8 --group-size row): row, hadamard64, static, "
+    "outliersM or hadamard64+outliersM.  [default: scaled in groups of 128]",
+)
 @click.option("--requantize", is_flag=True, help="Accept a model that is quantized already.")
 @click.option("--dry-run", is_flag=True, help="Say what it would come to, and stop.")
 @options.threads
@@ -123,6 +129,7 @@ def quantize(
     gate: str,
     auto: bool,
     mixed: str | None,
+    activations: str | None,
     requantize: bool,
     dry_run: bool,
     threads: int | None,
@@ -164,6 +171,7 @@ def quantize(
             dry_run=dry_run,
             auto=auto,
             mixed=mixed,
+            activations=activations,
             threads=threads,
             evaluate={"ledger_path": default_ledger()},
             progress=progress,

@@ -97,7 +97,17 @@ class _Damage:
         packed = pack(weight)
         layout, kind = packed.layout, packed.layout.kind.name.lower()
         offsets: dict[str, Any] = dict.fromkeys(
-            ("codes", "scales", "minima", "zeros", "order", "sums")
+            (
+                "codes",
+                "scales",
+                "minima",
+                "zeros",
+                "order",
+                "sums",
+                "amax",
+                "outliers",
+                "outlier_codes",
+            )
         )
         view = np.frombuffer(self.memory, np.uint8)
         for part, array in packed.arrays.items():
@@ -116,7 +126,7 @@ class _Damage:
             num_groups=0 if is_plain else layout.num_groups,
             scheme=layout.format.scheme.value,
             scale_type=None if is_plain else layout.scale_type.name.lower(),
-            hadamard=hadamard_width(layout.k) if kind == "int8_row" else 1,
+            hadamard=hadamard_width(layout.k) if layout.format.is_rotated else 1,
             format=layout.format.name,
         )
 

@@ -65,8 +65,10 @@ def kernel_quantize_bf16(level: str, x: Annotated[NDArray[numpy.float32], dict(s
 def kernel_group_sums(x: Annotated[NDArray[numpy.uint16], dict(shape=(None, None), order='C', device='cpu', writable=False)], group: int, sums: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu')]) -> None:
     """Sums of the bf16 values of each group of rows of x into sums."""
 
-def kernel_quantize_int8(level: str, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], group: int, hadamard: int, codes: Annotated[NDArray[numpy.int8], dict(shape=(None, None), order='C', device='cpu')], scales: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu')], sums: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu')]) -> None:
-    """Rows of x as int8 per group, or per rotated row when group is 0."""
+def kernel_quantize_int8(level: str, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], group: int, hadamard: int, amax: float, codes: Annotated[NDArray[numpy.int8], dict(shape=(None, None), order='C', device='cpu')], scales: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu')], sums: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu')]) -> None:
+    """
+    Rows of x as int8 per group, or per rotated row when group is 0; of a range amax where that is not 0.
+    """
 
 class Arena:
     """KV pages in a shared memory file; see trivet.native.arena."""

@@ -34,9 +34,17 @@ class Activations:
 
 
 def quantize(
-    level: str, x: NDArray[np.float32], layout: Layout, *, core: ModuleType = _core
+    level: str,
+    x: NDArray[np.float32],
+    layout: Layout,
+    *,
+    amax: float = 0.0,
+    core: ModuleType = _core,
 ) -> Activations:
-    """Activations x float32 [R, K] for a weight of the given layout. ``core``: module to call."""
+    """Activations x float32 [R, K] for a weight of the given layout.
+
+    amax  range of static whole-row int8; 0: each row's own       core  module to call
+    """
     rows = x.shape[0]
     x = np.ascontiguousarray(x, np.float32)
     if layout.kind in (WeightKind.BF16, WeightKind.INT4_BF16, WeightKind.FP8):
@@ -51,8 +59,9 @@ def quantize(
     scales = np.empty((rows, layout.num_groups), np.float32)
     sums = np.empty((rows, layout.num_groups), np.int32)
     row = layout.kind is WeightKind.INT8_ROW
-    width = hadamard_width(layout.k) if row else 1
-    core.kernel_quantize_int8(level, x, 0 if row else layout.group, width, codes, scales, sums)
+    width = hadamard_width(layout.k) if layout.format.is_rotated else 1
+    group = 0 if row else layout.group
+    core.kernel_quantize_int8(level, x, group, width, amax, codes, scales, sums)
     return Activations(codes, scales, sums)
 
 

@@ -86,6 +86,16 @@ class Tensor(Protocol):
     def order(self) -> int | None: ...
     @property
     def bias(self) -> int | None: ...
+    @property
+    def hadamard(self) -> int: ...
+    @property
+    def amax(self) -> int | None: ...
+    @property
+    def outliers(self) -> int | None: ...
+    @property
+    def outlier_codes(self) -> int | None: ...
+    @property
+    def num_outliers(self) -> int: ...
 
 
 class Packed(Protocol):
@@ -198,6 +208,11 @@ def _linear(tensor: Tensor) -> dict[str, int | None]:
         "zeros": tensor.zeros,
         "order": tensor.order,
         "bias": tensor.bias,
+        "hadamard": tensor.hadamard,
+        "amax": tensor.amax,
+        "outliers": tensor.outliers,
+        "outlier_codes": tensor.outlier_codes,
+        "num_outliers": tensor.num_outliers,
     }
 
 

@@ -12,6 +12,9 @@ K to 64; everything is little endian. NB = n_padded / 16, KP = k_padded, G = num
     zeros  uint8 [NB, G, 16]
     order  int32 [K], where the weight has one: the input column that stands at each place
 
+Whole-row int8 may add the range of static activations, amax float32 [1], and of M outlier columns their
+places, outliers int32 [M], and their weights, outlier_codes uint16 [NB, pad64(M)/2, 16, 2], like bf16.
+
 Padded codes and scales are zero; the kernels meet them only with zero activations. `pack` and
 `unpack` are inverse to each other. The structs on the other side are in native/kernels/linear/linear.h.
 """
@@ -26,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from trivet.config import Scheme, WeightFormat
+from trivet.config import RowRule, Scheme, WeightFormat
 from trivet.native.weights import ROW_ACTIVATION_GROUP, WeightTensor
 
 CHANNELS = 16  # output channels of one block
@@ -155,6 +158,14 @@ class Layout:
                 parts["zeros"] = (np.dtype(np.uint8), per_group)
         if self.has_order:
             parts["order"] = (np.dtype(np.int32), (self.k,))
+        if self.format.is_row:
+            if self.format.rule is RowRule.STATIC:
+                parts["amax"] = (np.dtype(np.float32), (1,))
+            count = self.format.outliers
+            if count:
+                pairs = -(-count // K_ALIGN) * K_ALIGN // 2
+                parts["outliers"] = (np.dtype(np.int32), (count,))
+                parts["outlier_codes"] = (np.dtype(np.uint16), (blocks, pairs, CHANNELS, 2))
         return parts
 
     @property
@@ -172,6 +183,9 @@ class PackedWeight:
     minima: NDArray[Any] | None = None
     zeros: NDArray[np.uint8] | None = None
     order: NDArray[np.int32] | None = None
+    amax: NDArray[np.float32] | None = None
+    outliers: NDArray[np.int32] | None = None
+    outlier_codes: NDArray[np.uint16] | None = None
 
     @property
     def arrays(self) -> dict[str, NDArray[Any]]:
@@ -205,7 +219,7 @@ def pack(weight: WeightTensor) -> PackedWeight:
     rows = np.zeros((layout.n_padded, k), weight.codes.dtype)
     rows[: layout.n, : layout.k] = weight.codes
     if kind is WeightKind.BF16:
-        codes = rows.reshape(blocks, CHANNELS, k // 2, 2).transpose(0, 2, 1, 3)
+        codes = _in_pairs(rows)
     elif kind is WeightKind.FP8:
         codes = rows.reshape(blocks, CHANNELS, k).transpose(0, 2, 1)
     elif layout.format.bits == 4:
@@ -225,6 +239,12 @@ def pack(weight: WeightTensor) -> PackedWeight:
         blocked = padded.reshape(blocks, CHANNELS, layout.scale_groups).transpose(0, 2, 1)
         return np.ascontiguousarray(blocked)
 
+    high: NDArray[np.uint16] | None = None
+    if weight.outlier_codes is not None:
+        count = layout.format.outliers
+        columns = np.zeros((layout.n_padded, -(-count // K_ALIGN) * K_ALIGN), np.uint16)
+        columns[: layout.n, :count] = weight.outlier_codes
+        high = np.ascontiguousarray(_in_pairs(columns))
     return PackedWeight(
         layout,
         np.ascontiguousarray(codes),
@@ -232,7 +252,16 @@ def pack(weight: WeightTensor) -> PackedWeight:
         by_block(weight.minima),
         by_block(weight.zeros),
         weight.order,
+        weight.amax if "amax" in layout.parts else None,
+        weight.outliers if "outliers" in layout.parts else None,
+        high,
     )
+
+
+def _in_pairs(rows: NDArray[Any]) -> NDArray[Any]:
+    """bf16 bits [n_padded, k_padded] in the order of the kernels."""
+    n, k = rows.shape
+    return rows.reshape(n // CHANNELS, CHANNELS, k // 2, 2).transpose(0, 2, 1, 3)
 
 
 def unpack(packed: PackedWeight) -> WeightTensor:
@@ -245,10 +274,11 @@ def unpack(packed: PackedWeight) -> WeightTensor:
     elif layout.kind is WeightKind.FP8:
         rows = packed.codes.transpose(0, 2, 1).reshape(n, k)
     else:
-        # The innermost four bytes stay together, so they are moved as one.
-        words = np.ascontiguousarray(packed.codes).view(np.uint32)[..., 0]
-        rows = np.ascontiguousarray(words.transpose(0, 2, 1)).reshape(n, -1)
-        rows = rows.view(packed.codes.dtype)
+        rows = _from_words(packed.codes)
+    high: NDArray[np.uint16] | None = None
+    if packed.outlier_codes is not None:
+        high = _from_words(packed.outlier_codes)[: layout.n, : layout.format.outliers]
+        high = np.ascontiguousarray(high)
 
     def by_row(values: NDArray[Any] | None) -> NDArray[Any] | None:
         if values is None:
@@ -263,16 +293,34 @@ def unpack(packed: PackedWeight) -> WeightTensor:
         by_row(packed.scales),
         by_row(packed.minima),
         by_row(packed.zeros),
-        packed.order,
+        order=packed.order,
+        amax=packed.amax,
+        outliers=packed.outliers,
+        outlier_codes=high,
     )
 
 
+def _from_words(codes: NDArray[Any]) -> NDArray[Any]:
+    """Codes whose innermost axis is four bytes as rows [n_padded, k_padded]."""
+    # The innermost four bytes stay together, so they are moved as one.
+    words = np.ascontiguousarray(codes).view(np.uint32)[..., 0]
+    rows = np.ascontiguousarray(words.transpose(0, 2, 1)).reshape(len(codes) * CHANNELS, -1)
+    return rows.view(codes.dtype)
+
+
 def can_concatenate(weights: Sequence[WeightTensor]) -> bool:
-    """Whether the weights share input width, order of columns, format and scale type."""
+    """Whether the weights share input width, order of columns, format, scale type, and the range and
+    outlier columns of their input.
+    """
 
     def key(weight: WeightTensor) -> tuple[object, ...]:
-        order = None if weight.order is None else weight.order.tobytes()
-        return weight.format, weight.shape[1], layout_of(weight).scale_type, order
+        layout = layout_of(weight)
+        inputs = [
+            getattr(weight, part).tobytes()
+            for part in ("order", "amax", "outliers")
+            if part in layout.parts
+        ]
+        return weight.format, weight.shape[1], layout.scale_type, weight.order is None, *inputs
 
     return len({key(weight) for weight in weights}) == 1
 
@@ -300,4 +348,7 @@ def concatenate(weights: Sequence[WeightTensor]) -> WeightTensor:
         weights[0].order,
         exact=all(weight.exact for weight in weights),
         source="+".join(dict.fromkeys(weight.source for weight in weights)),
+        amax=weights[0].amax,
+        outliers=weights[0].outliers,
+        outlier_codes=stacked("outlier_codes"),
     )

@@ -116,7 +116,7 @@ def lookup(weight: WeightTensor, tokens: NDArray[np.int32]) -> Float32:
     codes = weight.codes[tokens]
     if weight.format.bits == 16:
         return from_bf16(codes.astype(np.uint16))
-    assert not weight.format.is_rotated, "a rotated weight cannot be looked up"
+    assert not weight.format.is_row, "whole-row int8 cannot be looked up"
     assert weight.order is None, "a weight with an order cannot be looked up"
     assert weight.scales is not None
     group = weight.format.group_size or weight.shape[1]
@@ -286,8 +286,17 @@ class ReferenceLinear:
     bias: Float32 | None = None
 
 
-def _side_by_side(x: Float32, parts: Sequence[ReferenceLinear]) -> Float32:
-    return np.concatenate([linear(x, part.weight, part.bias) for part in parts], axis=1)
+def _side_by_side(
+    x: Float32, parts: Sequence[ReferenceLinear], residual: Float32 | None = None
+) -> Float32:
+    """Outputs of the parts beside each other, each added to its columns of residual."""
+    outputs, column = [], 0
+    for part in parts:
+        end = column + part.weight.shape[0]
+        own = None if residual is None else residual[:, column:end]
+        outputs.append(linear(x, part.weight, part.bias, own))
+        column = end
+    return np.concatenate(outputs, axis=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,10 +346,10 @@ class ReferenceModel:
                 q, k = _block_rotated(q), _block_rotated(k)
             rows = KVRows.store(k, v, kv)
             attended = attention(q, rows, np.arange(num_rows)).reshape(num_rows, q_size)
-            hidden = add32(hidden, _side_by_side(attended, layer.o))
+            hidden = _side_by_side(attended, layer.o, hidden)
             x = rms_norm(hidden, layer.ffn_norm, self.norm_eps)
             gate_up = _side_by_side(x, layer.gate_up)
             ffn = gate_up.shape[1] // 2
             x = silu_mul(gate_up[:, :ffn], gate_up[:, ffn:])
-            hidden = add32(hidden, _side_by_side(x, layer.down))
+            hidden = _side_by_side(x, layer.down, hidden)
         return linear(rms_norm(hidden, self.final_norm, self.norm_eps), self.head)

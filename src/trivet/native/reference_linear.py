@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trivet.config import Scheme
+from trivet.config import RowRule, Scheme
 from trivet.native.e4m3 import decode_values
 from trivet.native.weights import ROW_ACTIVATION_GROUP, WeightTensor, hadamard_width
 
@@ -104,10 +104,12 @@ class QuantizedRows:
     sums: NDArray[np.int32]
 
 
-def _quantize_span(x: Float32) -> QuantizedRows:
-    """One scale per row of x [R, K]."""
+def _quantize_span(x: Float32, stored: Operand | None = None) -> QuantizedRows:
+    """One scale per row of x [R, K]; of the stored range, where the row is finite."""
     bits = np.ascontiguousarray(x).view(np.uint32) & np.uint32(0x7FFFFFFF)
     amax = bits.max(axis=1, keepdims=True).view(np.float32)
+    if stored is not None:
+        amax = np.where(np.isfinite(amax), stored, amax).astype(np.float32)
     with np.errstate(invalid="ignore"):
         positive = _flush(amax) > 0.0
     inverse = np.where(positive, div32(np.float32(127.0), amax), np.float32(0.0))
@@ -182,9 +184,27 @@ def rotate32(x: Float32, width: int) -> Float32:
     return mul32(x, np.float32(1.0 / np.sqrt(width)))
 
 
-def quantize_row(x: Float32, width: int | None = None) -> QuantizedRows:
-    """Activations of whole-row int8: rotation of ``width`` (None: that of K), one scale per row."""
-    return _quantize_span(rotate32(x, hadamard_width(x.shape[1]) if width is None else width))
+def quantize_row(
+    x: Float32, width: int | None = None, amax: Operand | None = None
+) -> QuantizedRows:
+    """Activations of whole-row int8: rotation of ``width`` (None: that of K), one scale per row, or
+    that of the stored range ``amax``.
+    """
+    width = hadamard_width(x.shape[1]) if width is None else width
+    return _quantize_span(rotate32(x, width), amax)
+
+
+def _row_product(x: Float32, weight: WeightTensor) -> Float32:
+    """Whole-row int8 by the format's rule, outlier columns left out."""
+    assert weight.scales is not None
+    if weight.format.outliers:
+        x = x.copy()
+        x[:, weight.outliers] = 0.0
+    is_static = weight.format.rule is RowRule.STATIC
+    width = None if weight.format.is_rotated else 1
+    rows = quantize_row(x, width, weight.amax if is_static else None)
+    t = mul32(rows.scales, weight.scales.astype(np.float32).T)
+    return mul32(_int_dot(rows.codes, weight.codes), t)
 
 
 def bf16_product(a: NDArray[np.uint16], b: NDArray[np.uint16]) -> Float32:
@@ -273,14 +293,15 @@ def linear(
         y = bf16_product(to_bf16(x), weight.codes.astype(np.uint16))
     elif weight.format.activation_bits == 16:
         y = _bf16_group_product(to_bf16(x), weight)
-    elif weight.format.is_rotated:
-        assert weight.scales is not None
-        rows = quantize_row(x)
-        t = mul32(rows.scales, weight.scales.astype(np.float32).T)
-        y = mul32(_int_dot(rows.codes, weight.codes), t)
+    elif weight.format.is_row:
+        y = _row_product(x, weight)
     else:
         group = weight.format.group_size or ROW_ACTIVATION_GROUP
         y = _group_product(quantize_group(x, group), weight)
     if bias is not None:
         y = add32(y, bias[None, :])
-    return y if residual is None else add32(residual, y)
+    if residual is not None:
+        y = add32(residual, y)
+    if weight.outlier_codes is not None:
+        y = add32(y, bf16_product(to_bf16(x[:, weight.outliers]), weight.outlier_codes))
+    return y

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from trivet.config import Scheme, WeightFormat
+from trivet.config import RowRule, Scheme, WeightFormat
 from trivet.native.e4m3 import decode_values
 
 T = TypeVar("T", bound=np.generic)
@@ -23,8 +23,8 @@ class WeightTensor:
     """One linear weight (or embedding) [N out, K in].
 
     format   bits 16: ``codes`` uint16 [N, K] holds bf16 bits, the rest is None
-             bits 8: int8 codes -127..127; group_size None: the columns are already rotated by the
-             block Hadamard of the contract, ``scales`` float32 [N, 1]
+             bits 8: int8 codes -127..127; group_size None: ``scales`` float32 [N, 1], and with the
+             rule ``hadamard64`` columns that the block Hadamard of the contract has rotated already
              bits 4: uint8 codes 0..15; sym means scale * (code - 8)
              scheme ``fp8``: uint8 codes e4m3, none of them NaN, scale * value
     scales   float16 or float32 [N, G], G = ceil(K / group_size), or 1 for the row
@@ -34,6 +34,14 @@ class WeightTensor:
              a group stand together (act-order); None: they are in the input's order
     exact    whether the tensor holds its source bit for bit
     source   type of the source, for reports (``Q4_1``, ``BF16``, ...)
+
+    Of whole-row int8:
+    amax            float32 [1], the range of static activations: what the rule ``static`` needs
+    outliers        int32 [M], columns of the input that are large, ascending: of a format with
+                    outliers, as many; their codes are 0
+    outlier_codes   uint16 [N, M], bf16 bits of those columns: of a format with outliers
+    wanted          the form that the file asks for, where it is another; ``amax`` and ``outliers`` of
+                    other formats are there for it
     """
 
     format: WeightFormat
@@ -44,6 +52,10 @@ class WeightTensor:
     order: NDArray[np.int32] | None = None
     exact: bool = False
     source: str = ""
+    amax: NDArray[np.float32] | None = None
+    outliers: NDArray[np.int32] | None = None
+    outlier_codes: NDArray[np.uint16] | None = None
+    wanted: WeightFormat | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -67,6 +79,11 @@ class WeightTensor:
         if self.order is not None:
             assert self.order.dtype == np.int32, self.order.dtype
             assert np.array_equal(np.sort(self.order), np.arange(self.shape[1])), "a permutation"
+        if self.format.is_row:
+            assert self.format.rule is not RowRule.STATIC or self.amax is not None
+            count = self.format.outliers
+            assert (self.outlier_codes is not None) == (count > 0), count
+            assert not count or (self.outliers is not None and len(self.outliers) == count), count
 
 
 ROW_ACTIVATION_GROUP = (
@@ -108,8 +125,9 @@ def in_input_order(columns: NDArray[T], order: NDArray[np.int32]) -> NDArray[T]:
 def dequantize(weight: WeightTensor, *, rotated: bool = False) -> NDArray[np.float32]:
     """The values a weight stands for, float32 [N, K], columns in the input's order.
 
-    Each is the exact scale * (code - offset) + minimum, rounded once to float32. Whole-row int8 is
-    turned back by the block Hadamard, or left as stored when ``rotated``.
+    Each is the exact scale * (code - offset) + minimum, rounded once to float32. Rotated columns are
+    turned back by the block Hadamard, or left as stored when ``rotated``; outlier columns, which are no
+    part of what is rotated, are put in their places.
     """
     if weight.order is not None:
         return in_input_order(
@@ -137,4 +155,6 @@ def dequantize(weight: WeightTensor, *, rotated: bool = False) -> NDArray[np.flo
         values = values + spread(weight.minima)
     if weight.format.is_rotated and not rotated:
         values = rotate(values)
+    if weight.outlier_codes is not None and not rotated:
+        values[:, weight.outliers] = (weight.outlier_codes.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.float32)

@@ -28,6 +28,8 @@ from trivet.quant.blas import Workers
 
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
+# The inputs [R, K] of a point, by batch: all of them, or what computes one's.
+Inputs = Sequence[Float32] | Callable[[int], Float32]
 BATCH_ROWS = 2048  # rows of one batch; a longer sequence is a batch of its own
 _GATE_ROWS = 128  # rows gated at once: they stay in the cache
 _IDLE_FFN = 16  # columns of the MLP of a model that is run for its attention only
@@ -129,6 +131,11 @@ class _Tensor:
     minima: int | None = None
     zeros: int | None = None
     order: int | None = None
+    hadamard: int = 1
+    amax: int | None = None
+    outliers: int | None = None
+    outlier_codes: int | None = None
+    num_outliers: int = 0
 
 
 class _OneLayer:
@@ -325,9 +332,7 @@ class Stream:
 
         return gated
 
-    def add_linear(
-        self, inputs: Sequence[Float32] | Callable[[int], Float32], weights: LayerWeights, role: str
-    ) -> None:
+    def add_linear(self, inputs: Inputs, weights: LayerWeights, role: str) -> None:
         """Add a linear of every batch's inputs to its hidden states."""
 
         def add(index: int) -> Float32:
@@ -345,7 +350,7 @@ class Stream:
 
     def observe(
         self,
-        inputs: Sequence[Float32] | Callable[[int], Float32],
+        inputs: Inputs,
         width: int,
         *,
         keep: bool = False,

@@ -206,7 +206,7 @@ def _converted(model: Model, jobs: list[_Job]) -> Iterator[list[_Piece]]:
 def _convert_job(model: Model, job: _Job) -> list[_Piece]:
     """The tensors of a job: one, or one a role where they cannot be fused as they are."""
     try:
-        parts = [_part(model.matrix(role, job.layer), job) for role in job.roles]
+        parts = _one_range([_part(model.matrix(role, job.layer), job) for role in job.roles])
     except QuantError as error:
         name = model.file_name(job.roles[0], job.layer)
         raise CheckpointError(model.checkpoint.path, str(error), tensor=name) from None
@@ -247,10 +247,22 @@ def _fused(parts: list[Converted]) -> Converted:
     return Converted(weight, error, norm, "; ".join(dict.fromkeys(notes)))
 
 
+def _one_range(parts: list[Converted]) -> list[Converted]:
+    """Weights of one input with one range of static activations, the largest; the codes stay."""
+    ranges = [part.weight.amax for part in parts if part.weight.amax is not None]
+    if len(ranges) < len(parts):
+        return parts
+    amax = np.max(ranges, axis=0)
+    return [
+        dataclasses.replace(part, weight=dataclasses.replace(part.weight, amax=amax))
+        for part in parts
+    ]
+
+
 def _table_format(source: SourceTensor) -> WeightFormat:
     """The file's own format where a table can have it; what is looked up cannot stay in 4 bits."""
     own = own_format(source)
-    if own.is_rotated or own.scheme is Scheme.FP8:
+    if own.is_row or own.scheme is Scheme.FP8:
         return TABLE_FORMAT
     if own.bits in (8, 16):
         return own

@@ -29,6 +29,7 @@ from trivet.checkpoint.formats import fp8 as fp8_format
 from trivet.checkpoint.formats import write as write_format
 from trivet.checkpoint.huggingface import read_safetensors_header
 from trivet.checkpoint.source import bf16_to_float, float_to_bf16
+from trivet.config import RowRule, WeightFormat
 from trivet.errors import CheckpointError, QuantError
 from trivet.models import Model, open_model
 from trivet.models.export import write_float_folder
@@ -38,6 +39,7 @@ from trivet.native.weights import WeightTensor
 from trivet.quant.blas import Workers, single_threaded
 from trivet.quant.calibrate import CalibrationConfig, CalibrationSet
 from trivet.quant.grid import Float32, Grid, dequantize
+from trivet.quant.methods.activations import ROW, InputRule
 from trivet.quant.methods.awq import quantize_clipped, search_factors
 from trivet.quant.methods.folds import fold, free_width
 from trivet.quant.methods.gptq import (
@@ -50,11 +52,11 @@ from trivet.quant.methods.gptq import (
 from trivet.quant.methods.rtn import quantize_rtn
 from trivet.quant.methods.smoothquant import ALPHA, smoothing_factors
 from trivet.quant.methods.smoothquant import POINTS as SMOOTH_POINTS
-from trivet.quant.observe import POINTS, InputStats, LayerWeights, Stream
-from trivet.quant.plan import Fp8, Plan, Target, module_name, target_name
+from trivet.quant.observe import POINTS, Inputs, InputStats, LayerWeights, Stream
+from trivet.quant.plan import INT8_ROWS, Fp8, Plan, Target, module_name, target_name
 from trivet.quant.proof import LinearProof, check_proof
 
-VERSION = 3  # of what a layer file holds and of the numbers that make it
+VERSION = 4  # of what a layer file holds and of the numbers that make it
 Result = CodeGrid | Fp8Weight | NDArray[np.uint16]  # uint16: bf16 bits of a linear that is kept
 Progress = Callable[[str, float, float], None]
 CALIBRATED = ("gptq", "awq", "awq+gptq", "smoothquant")
@@ -72,10 +74,16 @@ class Recipe:
     smooth_alpha: float = ALPHA
     clip: bool = True
     requantized: bool = False
+    activations: str | None = None  # rule of 8-bit rows' activations: `parse_activations`
+
+    @property
+    def activation_form(self) -> WeightFormat | None:
+        """The engine's form of 8-bit rows with the rule; None: no rule was asked for."""
+        return None if self.activations is None else WeightFormat.parse(f"w8a8+{self.activations}")
 
     @property
     def needs_calibration(self) -> bool:
-        return self.method in CALIBRATED
+        return self.method in CALIBRATED or self.activations is not None
 
     def as_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -367,28 +375,72 @@ def _calibrated_layer(
         done.notes["folds"] = _fold_layer(layer, plan, recipe, stream, weights, workers)
     source = weights.copy()
 
-    def solve(point: str, stats: tuple[InputStats, InputStats, list[Float32]]) -> None:
-        seen = _Seen(stats[0], stats[1])
+    def solve(point: str, width: int, inputs: Inputs, *, keep: bool = False) -> list[Float32]:
+        stats, held_out, kept = stream.observe(inputs, width, keep=keep)
+        seen = _Seen(stats, held_out)
+        rules = _input_rules(recipe, stats)
+        changes = _rounding(stream, kept or inputs, width, rules)
         for role in POINTS[point]:
             target = plan.targets[layer, role]
             result, proof = _solve(
                 source.matrices[role], target, recipe, seen, workers,
                 module_name(layer, role), clip=recipe.clip and role not in ("q", "k"),
             )  # fmt: skip
+            if rules and target == INT8_ROWS:
+                facts = _activation_facts(source.matrices[role], seen.held_out, rules, changes)
+                proof = dataclasses.replace(proof, activations=facts)
             done.results[role] = result
             done.proofs.append(proof)
             weights.matrices[role] = values_of(result)
+        return kept
 
     spec = stream.spec
-    solve("attn_in", stream.observe(stream.normed(weights.attn_norm), spec.hidden_size))
+    solve("attn_in", spec.hidden_size, stream.normed(weights.attn_norm))
     mixed = stream.attention(weights)
-    solve("o_in", stream.observe(mixed, spec.q_size))
+    solve("o_in", spec.q_size, mixed)
     stream.add_linear(mixed, weights, "o")
     del mixed
-    solve("ffn_in", stream.observe(stream.normed(weights.mlp_norm), spec.hidden_size))
-    stats = stream.observe(stream.gated(weights), spec.ffn_size, keep=True)
-    solve("down_in", stats)
-    stream.add_linear(stats[2], weights, "down")
+    solve("ffn_in", spec.hidden_size, stream.normed(weights.mlp_norm))
+    gated = solve("down_in", spec.ffn_size, stream.gated(weights), keep=True)
+    stream.add_linear(gated, weights, "down")
+
+
+def _input_rules(recipe: Recipe, stats: InputStats) -> list[InputRule]:
+    """The rule that was asked for at a point, then plain rows to compare it with; empty: none was."""
+    form = recipe.activation_form
+    if form is None:
+        return []
+    forms = (form,) if form == ROW else (form, ROW)
+    return [InputRule.of(form, stats) for form in forms]
+
+
+def _rounding(stream: Stream, inputs: Inputs, width: int, rules: list[InputRule]) -> list[Float32]:
+    """Of each rule the sum of d dᵀ over held-out rows [K, K]; d is what rounding changes in a row."""
+    held_out = [index for index, batch in enumerate(stream.batches) if batch.is_held_out]
+
+    def change(index: int) -> list[Float32]:
+        x = inputs(index) if callable(inputs) else inputs[index]
+        changes = [rule.rounded(x) - x for rule in rules]
+        return [d.T @ d for d in changes]
+
+    sums = [np.zeros((width, width)) for _ in rules]
+    if rules:
+        for parts in stream.workers.map(change, held_out):
+            for total, part in zip(sums, parts, strict=True):
+                total += part
+    return [total.astype(np.float32) for total in sums]
+
+
+def _activation_facts(
+    weight: Float32, held_out: Float32, rules: list[InputRule], changes: list[Float32]
+) -> dict[str, Any]:
+    """`LinearProof.activations` of one linear."""
+    norm = output_error(weight, held_out) or 1.0
+    errors = {
+        rule.form.full_form.removeprefix("w8a8+"): math.sqrt(output_error(weight, change) / norm)
+        for rule, change in zip(rules, changes, strict=True)
+    }
+    return {**rules[0].as_json(), "error": errors}
 
 
 def _fold_layer(
@@ -603,8 +655,10 @@ def _write(
             "true_sequential": True,
             "static_groups": recipe.gptq.act_order != "desc_act",
         }
-    if recipe.method == "smoothquant" and recipe.format == "compressed-tensors":
-        options["activations"] = True
+    if recipe.activations is not None or (
+        recipe.method == "smoothquant" and recipe.format == "compressed-tensors"
+    ):
+        options |= {"activations": True, **_activation_options(recipe, weights, len(layers))}
     report("writing", 0, 1)
     with float_folder(source, model, work) as folder:
         write_format(
@@ -639,6 +693,25 @@ def _write(
     _write_durably(result / PROOF_FILE, text)
     files.settle(result, target)
     return Outcome(target, written, plan.bytes, proof, warnings, resumed)
+
+
+def _activation_options(recipe: Recipe, weights: _Weights, num_layers: int) -> dict[str, Any]:
+    """What the writer is told of activations: static scales, or a rule with its outlier columns."""
+    form = recipe.activation_form
+    if form is None:
+        return {}
+    facts = {
+        proof.name: proof.activations
+        for index in range(num_layers)
+        for proof in weights.layer(index).proofs
+        if proof.activations is not None
+    }
+    if form.rule is RowRule.STATIC:
+        return {"input_scales": {name: fact["input_scale"] for name, fact in facts.items()}}
+    rules: dict[str, Any] = {"form": form.full_form}
+    if form.outliers:
+        rules["outlier_columns"] = {name: fact["outlier_columns"] for name, fact in facts.items()}
+    return {"activation_rules": rules}
 
 
 def _tensor_bytes(folder: Path, weights: Mapping[str, Any]) -> int:

@@ -41,6 +41,7 @@ class Fp8:
 
 
 Target = Grid | Fp8 | None  # None: kept in bf16
+INT8_ROWS = Grid(8, None)  # what rules for activations are for
 
 
 def parse_target(name: str, field: str = "keep") -> Target:
@@ -69,11 +70,14 @@ class Plan:
 
     spec: ModelSpec
     targets: Mapping[tuple[int, str], Target]
+    has_input_scales: bool = False  # of 8-bit rows: static activations
 
     def num_bytes(self, layer: int, role: str) -> int:
         """Bytes of one linear in its target, bias left out."""
         rows, columns = matrix_shapes(self.spec)[role]
-        return target_bytes(self.targets[layer, role], rows, columns)
+        target = self.targets[layer, role]
+        scale = 4 if self.has_input_scales and target == INT8_ROWS else 0
+        return target_bytes(target, rows, columns) + scale
 
     @property
     def linear_bytes(self) -> int:

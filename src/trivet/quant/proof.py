@@ -25,6 +25,9 @@ class LinearProof:
                                when nothing was calibrated
     method       what made the codes in the end: a method that was no better than round to nearest
                  here is replaced by it, and `replaced` says so
+    activations  with a rule for activations: `InputRule.as_json` and ``error``, rule -> relative change
+                 of the output on held-out tokens by the rounding of activations alone, with the rule
+                 and with ``row``
     """
 
     name: str
@@ -37,6 +40,7 @@ class LinearProof:
     error_after: float
     bytes: int
     replaced: str = ""
+    activations: dict[str, Any] | None = None
 
     def as_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -66,7 +70,9 @@ def check_proof(
     if len(names) != len(set(names)) or set(names) - set(expected):
         raise QuantError("the proof names linears that were not to be done, or one twice")
     for linear in linears:
-        if not (math.isfinite(linear.error_after) and math.isfinite(linear.error_before)):
+        activation_errors = (linear.activations or {}).get("error", {}).values()
+        errors = (linear.error_after, linear.error_before, *activation_errors)
+        if not all(map(math.isfinite, errors)):
             raise QuantError(f"{linear.name}: the error of the output is not a number")
     raised = [linear.name for linear in linears if linear.damp_raised]
     if len(raised) > max_raised_share * len(linears):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from trivet.checkpoint import SourceTensor
 from trivet.checkpoint.source import FloatMatrix, bf16_to_float, float_to_bf16
-from trivet.config import Scheme, WeightFormat
+from trivet.config import RowRule, Scheme, WeightFormat
 from trivet.errors import QuantError
 from trivet.native.e4m3 import MAX, decode_values, encode_values
 from trivet.native.weights import (
@@ -109,7 +109,9 @@ def source_type(source: SourceTensor) -> str:
 
 
 def own_format(source: SourceTensor) -> WeightFormat:
-    """The format that holds a source best: its own grid, or bf16 for floats."""
+    """The form that a source's file asks for, its own grid, or bf16 for floats."""
+    if isinstance(source, WeightTensor) and source.wanted is not None:
+        return source.wanted
     return source.format if isinstance(source, WeightTensor | FloatMatrix) else BF16
 
 
@@ -150,21 +152,23 @@ def _rows(weight: WeightTensor, begin: int, end: int) -> WeightTensor:
         scales=cut(weight.scales),
         minima=cut(weight.minima),
         zeros=cut(weight.zeros),
+        outlier_codes=cut(weight.outlier_codes),
     )
 
 
 def convert(source: SourceTensor, target: WeightFormat) -> Converted:
     """Bring a tensor [N, K] into a format.
 
-    Exact where the format can hold the source, and said so in ``weight.exact``. Raises QuantError
-    when a value is too large for the format.
+    Exact where the format can hold the source, and said so in ``weight.exact``. Raises QuantError: a
+    value is too large for the format, or the source says nothing of the input that the format needs
+    (the range of static activations, outlier columns).
     """
     if isinstance(source, WeightTensor):
         if source.format == target:
             return _without_extreme_codes(source)
         if dataclasses.replace(source.format, activation_bits=target.activation_bits) == target:
             return Converted(dataclasses.replace(source, format=target))
-        widened = _widened(source, target)
+        widened = _widened(source, target) or _moved_rows(source, target)
         if widened is not None:
             return widened
     rounded = _rounded(source, target)
@@ -195,6 +199,79 @@ def _widened(source: WeightTensor, target: WeightFormat) -> Converted | None:
         target, codes, scales, minima, None, source.order, exact=source.exact, source=source.source
     )
     return Converted(weight, note="widened to 8 bits")
+
+
+def _moved_rows(source: WeightTensor, target: WeightFormat) -> Converted | None:
+    """int8 whose rows have one scale each, in another such form: the codes stay. None: no such pair."""
+    own = source.format
+    if own.bits != 8 or own.is_rotated or own.outliers or own.scheme is not Scheme.SYM:
+        return None
+    if source.order is not None:
+        return None
+    if target.bits != 8 or target.is_rotated or target.scheme is not Scheme.SYM:
+        return None
+    assert source.scales is not None
+    first = source.scales[:, :1]
+    if not (source.scales == first).all() or not (own.is_row or target.is_row):
+        return None
+    plain = WeightTensor(
+        WeightFormat(8, rule=RowRule.ROW), source.codes, first.astype(np.float32),
+        exact=source.exact, source=source.source,
+    )  # fmt: skip
+    kept = _without_extreme_codes(plain)
+    weight = kept.weight
+    assert weight.scales is not None
+    scales = weight.scales.astype(np.float32)
+    if not target.is_row:
+        assert target.group_size is not None
+        spread = np.repeat(scales, -(-weight.shape[1] // target.group_size), axis=1)
+        moved = WeightTensor(target, weight.codes, spread, exact=weight.exact, source=weight.source)
+        return dataclasses.replace(kept, weight=moved)
+    amax, columns = _range_of(source, target), _outliers_of(source, target)
+    if columns is None:
+        return dataclasses.replace(
+            kept, weight=dataclasses.replace(weight, format=target, amax=amax)
+        )
+    codes = weight.codes.copy()
+    values = codes[:, columns] * scales
+    codes[:, columns] = 0
+    high = float_to_bf16(values)
+    error = math.hypot(kept.error, math.sqrt(_square_sum(bf16_to_float(high) - values)))
+    moved = dataclasses.replace(
+        weight, format=target, codes=codes, outliers=columns, outlier_codes=high,
+        exact=weight.exact and error == 0.0,
+    )  # fmt: skip
+    note = f"{len(columns)} outlier columns are in bf16"
+    return Converted(moved, error, None, "; ".join(filter(None, (kept.note, note))))
+
+
+def _range_of(source: SourceTensor, target: WeightFormat) -> Float32 | None:
+    """The range of static activations. Raises QuantError: the source holds none."""
+    if target.rule is not RowRule.STATIC:
+        return None
+    amax = source.amax if isinstance(source, WeightTensor) else None
+    if amax is None:
+        raise QuantError(
+            f"{target.name} needs a static input scale; a folder made with"
+            " trivet quantize --activations static has one for each linear"
+        )
+    return amax
+
+
+def _outliers_of(source: SourceTensor, target: WeightFormat) -> NDArray[np.int32] | None:
+    """The outlier columns, ascending. Raises QuantError: the source names too few."""
+    if not target.outliers:
+        return None
+    known = source.outliers if isinstance(source, WeightTensor) else None
+    count = 0 if known is None else len(known)
+    if known is None or count < target.outliers:
+        raise QuantError(
+            f"{target.name} needs {target.outliers} outlier columns and the model names {count}; a"
+            f" folder made with trivet quantize --activations outliers{target.outliers} has them"
+        )
+    if isinstance(source, WeightTensor) and source.format.outliers > target.outliers:
+        raise QuantError(f"{source.format.name} cannot become {target.name}: load the folder again")
+    return np.sort(known[: target.outliers])
 
 
 def _without_extreme_codes(source: WeightTensor) -> Converted:
@@ -241,7 +318,7 @@ def _rounded(source: SourceTensor, target: WeightFormat) -> Converted:
     kind = source_type(source)
     if target.bits == 16:
         return _to_bf16(source, kind)
-    if target.is_rotated:
+    if target.is_row:
         return _to_int8_rows(source, target, kind)
     return _to_groups(source, target, kind)
 
@@ -267,19 +344,31 @@ def _to_int8_rows(source: SourceTensor, target: WeightFormat, kind: str) -> Conv
     rows, k = source.shape
     codes = np.empty((rows, k), np.int8)
     scales = np.empty((rows, 1), np.float32)
-    width = hadamard_width(k)
+    amax, columns = _range_of(source, target), _outliers_of(source, target)
+    high = None if columns is None else np.empty((rows, len(columns)), np.uint16)
+    width = hadamard_width(k) if target.is_rotated else 1
     rotation = rotate(np.eye(width))  # one product per run is faster than butterflies
     tally = _Tally()
     for begin, end in _row_runs(rows, k):
-        blocks = float_rows(source, begin, end).astype(np.float64).reshape(-1, width)
-        values = (blocks @ rotation).reshape(end - begin, k)
+        values = float_rows(source, begin, end).astype(np.float64)
+        if high is not None:
+            apart = values[:, columns]
+            high[begin:end] = float_to_bf16(apart.astype(np.float32))
+            tally.add(bf16_to_float(high[begin:end]), apart)
+            values[:, columns] = 0
+        if width > 1:
+            values = (values.reshape(-1, width) @ rotation).reshape(end - begin, k)
         scale = (np.abs(values).max(axis=1, keepdims=True) / 127).astype(np.float32)
         code = np.rint(values / np.where(scale == 0, 1, scale)).clip(-127, 127)
         codes[begin:end], scales[begin:end] = code, scale
         tally.add(code * scale, values)  # a rotation keeps the norm
     if not np.isfinite(scales).all():
         raise QuantError("a value is too large for int8 rows")
-    return tally.converted(WeightTensor(target, codes, scales, exact=tally.is_exact, source=kind))
+    weight = WeightTensor(
+        target, codes, scales, exact=tally.is_exact, source=kind, amax=amax, outliers=columns,
+        outlier_codes=high,
+    )  # fmt: skip
+    return tally.converted(weight)
 
 
 def _to_groups(source: SourceTensor, target: WeightFormat, kind: str) -> Converted:

@@ -6,12 +6,18 @@ Per linear [out, in], b bits, G groups along the input:
                      weight_scale [out, G] ([out, 1] channel, [1] tensor), weight_shape int64 [2]
                      weight_zero_point int32 [words(out), G], packed along the *output*; asymmetric only
                      weight_g_idx int32 [in], act-order only
-    int-quantized    weight int8 [out, in], weight_scale, weight_zero_point int8 like the scale
+    int-quantized    weight int8 [out, in], weight_scale, weight_zero_point int8 like the scale;
+                     input_scale [1] with static activations
     float-quantized  weight F8_E4M3 [out, in], weight_scale [1], [out, 1] or blocks
 
 words(n) is ceil(n * b / 32) since June 2026 (a dense stream); before, 3, 5, 6 and 7 bits had 32 // b
-codes in a word and files of both kinds bear the same name: the width decides. ``input_scale`` and
-scales of KV caches are not used: activations are scaled as they come, the KV format is the runtime's.
+codes in a word and files of both kinds bear the same name: the width decides. Static int8 activations
+(one scale, symmetric) of symmetric int8 rows are kept; other ``input_scale``s and scales of KV caches
+are not used: activations are scaled as they come, the KV format is the runtime's.
+
+Rules for activations that the format has no word for stand beside ``quantization_config`` under
+`ACTIVATIONS`, where other readers pass over them: ``form``, the engine's form of the int-quantized
+linears, and ``outlier_columns``, module name -> columns of its input, the largest first.
 Source: compressed-tensors 0.20 (``compressors/``, ``quantization/quant_scheme.py``).
 """
 
@@ -19,7 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,8 +51,12 @@ from trivet.checkpoint.formats.stored import (
     logical_info,
 )
 from trivet.checkpoint.source import SourceTensor, TensorInfo
-from trivet.errors import CheckpointError, QuantError
+from trivet.config import MAX_OUTLIERS, RowRule, WeightFormat
+from trivet.errors import CheckpointError, ConfigError, QuantError
+from trivet.native.weights import WeightTensor
 
+ACTIVATIONS = "trivet_activations"
+INT8_ROWS = "CT8-row"  # source type of int-quantized rows
 PACKED, INT, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
 FORMATS = (PACKED, INT, FLOAT)
 BITS = (2, 3, 4, 5, 6, 7, 8)
@@ -74,9 +84,10 @@ def encode(grid: CodeGrid, *, padded: bool = False) -> dict[str, Stored]:
     return parts
 
 
-def encode_int8(grid: CodeGrid) -> dict[str, Stored]:
+def encode_int8(grid: CodeGrid, input_scale: float | None = None) -> dict[str, Stored]:
     """The int-quantized tensors of an 8-bit grid with one scale per row, by their suffix.
 
+    input_scale  the step of static activations
     Raises QuantError: other bits, groups.
     """
     if grid.bits != 8 or grid.num_groups != 1:
@@ -89,6 +100,8 @@ def encode_int8(grid: CodeGrid) -> dict[str, Stored]:
     if grid.zeros is not None:
         zeros = (grid.zeros.astype(np.int16) - grid.middle).astype(np.int8)
         parts["weight_zero_point"] = Stored("I8", zeros)
+    if input_scale is not None:
+        parts["input_scale"] = Stored("F32", np.array([input_scale], np.float32))
     return parts
 
 
@@ -176,6 +189,7 @@ class _Scheme:
     group_size: int | None
     block: tuple[int, int] | None
     has_index: bool
+    is_static: bool  # int-quantized: one stored scale for the activations
     targets: tuple[str, ...]
 
     @classmethod
@@ -211,8 +225,17 @@ class _Scheme:
             group_size,
             fp8.block_size(weights, "block_structure") if strategy == "block" else None,
             order in (True, "group", "dynamic"),
+            format == INT and symmetric and _is_static(own.values.get("input_activations")),
             tuple(own.names("targets")),
         )
+
+
+def _is_static(activations: Any) -> bool:
+    """Whether a scheme says int8 activations with one symmetric scale that is stored."""
+    if not isinstance(activations, dict):
+        return False
+    want = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
+    return all(activations.get(key) in (None, value) for key, value in want.items())
 
 
 def _default_strategy(weights: Mapping[str, Any]) -> str:
@@ -240,8 +263,10 @@ class CompressedTensorsReader(FormatReader):
 
     types = ("CT",)
 
-    def __init__(self, settings: Settings, stored: StoredTensors) -> None:
+    def __init__(self, settings: Settings, stored: StoredTensors, activations: Any = None) -> None:
+        """activations: what config.json holds under `ACTIVATIONS`, None where it holds nothing."""
         self._stored = stored
+        self._form, self._outliers = _activations(settings, activations)
         self._schemes = _schemes(settings)
         self._modules = {m.name + ".weight": m for m in self._find(settings)}
         if not self._modules:
@@ -276,6 +301,8 @@ class CompressedTensorsReader(FormatReader):
         stored.read_floats(module.name + ".weight_scale")
         if scheme.format == INT:
             grid = decode_int8(parts, scheme.group_size)
+            if grid.zeros is None and (scheme.is_static or self._form is not None):
+                return self._rows(module, grid)
         else:
             self._check_shape(module, parts)
             parts = self._checked_index(module, parts)
@@ -283,6 +310,33 @@ class CompressedTensorsReader(FormatReader):
         group = f"g{scheme.group_size}" if scheme.group_size else scheme.strategy
         kind = "row" if group == "channel" else group
         return to_source(grid, f"CT{scheme.bits}-{kind}")
+
+    def _rows(self, module: _Module, grid: CodeGrid) -> WeightTensor:
+        """int8 rows with what the folder says of their activations."""
+        amax = outliers = None
+        wanted = self._form
+        if module.scheme.is_static:
+            name = module.name + ".input_scale"
+            scale = self._stored.read_floats(name).reshape(-1).astype(np.float32)
+            amax = np.float32(127) * scale
+            if not (amax >= np.finfo(np.float32).tiny).all() or not np.isfinite(amax).all():
+                raise self._stored.fail(name, f"is {scale[0]}, expected a number above zero")
+            wanted = wanted or WeightFormat(8, rule=RowRule.STATIC)
+        weight = self._stored.infos[module.name + ".weight"]
+        if module.name in self._outliers:
+            outliers = np.array(self._outliers[module.name], np.int32)
+            if int(outliers.max()) >= module.k:
+                reason = f"has {module.k} columns; {ACTIVATIONS} names the column {outliers.max()}"
+                raise CheckpointError(weight.path, reason, module.name)
+        elif wanted is not None and wanted.outliers:
+            reason = f"is missing in outlier_columns of {ACTIVATIONS}"
+            raise CheckpointError(weight.path, reason, module.name)
+        form = WeightFormat(8, rule=RowRule.ROW)
+        signed = (grid.codes.astype(np.int16) - grid.middle).astype(np.int8)
+        return WeightTensor(
+            form, signed, grid.scales.astype(np.float32), exact=True, source=INT8_ROWS, amax=amax,
+            outliers=outliers, wanted=None if wanted == form else wanted,
+        )  # fmt: skip
 
     def _find(self, settings: Settings) -> Iterator[_Module]:
         match = _matcher(settings, self._schemes)
@@ -325,6 +379,10 @@ class CompressedTensorsReader(FormatReader):
         if not scheme.symmetric:
             self._expect_zeros(prefix, scheme, out, k, groups, weight)
             parts.append("weight_zero_point")
+        if scheme.is_static:
+            stored.expect(
+                prefix + "input_scale", FLOAT_TYPES, self._single(prefix, "input_scale"), weight
+            )
         if prefix + "weight_g_idx" in stored.infos:
             stored.expect(prefix + "weight_g_idx", ("I32",), (k,), weight)
             parts.append("weight_g_idx")
@@ -334,8 +392,8 @@ class CompressedTensorsReader(FormatReader):
             )
         return _Module(module, scheme, tuple(parts), out, k, None)
 
-    def _single(self, prefix: str) -> tuple[int, ...]:
-        info = self._stored.infos.get(prefix + "weight_scale")
+    def _single(self, prefix: str, suffix: str = "weight_scale") -> tuple[int, ...]:
+        info = self._stored.infos.get(prefix + suffix)
         return info.shape if info is not None and info.shape in ((), (1, 1)) else (1,)
 
     def _expect_zeros(
@@ -396,6 +454,34 @@ class CompressedTensorsReader(FormatReader):
         return kept
 
 
+def _activations(
+    settings: Settings, value: Any
+) -> tuple[WeightFormat | None, Mapping[str, list[int]]]:
+    """What `ACTIVATIONS` says: the form of int-quantized linears, outlier columns by module."""
+    if value is None:
+        return None, {}
+    if not isinstance(value, dict):
+        raise CheckpointError(settings.path, f"{ACTIVATIONS} is not an object")
+    own = Settings(settings.path, value, ACTIVATIONS)
+    try:
+        form = WeightFormat.parse(value.get("form") or "")
+    except (ConfigError, TypeError):
+        form = None
+    if form is None or not form.is_row or form.rule is RowRule.STATIC:
+        raise own.fail("form", "w8a8, w8a8+row or w8a8[+hadamard64]+outliersM")
+    columns = value.get("outlier_columns") or {}
+    if not isinstance(columns, dict):
+        raise own.fail("outlier_columns", "an object of lists of columns")
+    for module, entry in columns.items():
+        is_list = isinstance(entry, list) and all(
+            type(c) is int and 0 <= c < 1 << 28 for c in entry
+        )
+        if not is_list or not entry or len(set(entry)) != len(entry) or len(entry) > MAX_OUTLIERS:
+            named = own.section("outlier_columns", columns)
+            raise named.fail(module, f"1 to {MAX_OUTLIERS} columns, each once")
+    return form, columns
+
+
 def _schemes(settings: Settings) -> list[_Scheme]:
     """The groups of a config. Raises CheckpointError: one that is not read, by its key."""
     top = settings.values.get("format")
@@ -453,16 +539,18 @@ def config(
     weights: Mapping[str, CodeGrid | Fp8Weight],
     unquantized: list[str],
     formats: Mapping[str, str],
+    static: Container[str] = (),
 ) -> dict[str, Any]:
     """The ``quantization_config`` of a folder.
 
     weights      module name -> its weight
     unquantized  linear modules left as they are; the most frequent scheme targets all others
     formats      module name -> one of `FORMATS`
+    static       names of int-quantized modules with an input_scale
     """
     kinds: dict[str, tuple[dict[str, Any], list[str]]] = {}
     for name, weight in weights.items():
-        entry = _scheme_of(weight, formats[name])
+        entry = _scheme_of(weight, formats[name], is_static=name in static)
         kinds.setdefault(repr(entry), (entry, []))[1].append(name)
     ordered = sorted(kinds.values(), key=lambda kind: -len(kind[1]))
     groups = {
@@ -484,7 +572,7 @@ def config(
     }
 
 
-def _scheme_of(weight: CodeGrid | Fp8Weight, format: str) -> dict[str, Any]:
+def _scheme_of(weight: CodeGrid | Fp8Weight, format: str, *, is_static: bool) -> dict[str, Any]:
     weights: dict[str, Any] = {"dynamic": False, "observer": "minmax", "observer_kwargs": {}}
     activations: dict[str, Any] | None = {
         "num_bits": 8,
@@ -524,6 +612,8 @@ def _scheme_of(weight: CodeGrid | Fp8Weight, format: str) -> dict[str, Any]:
             "actorder": "group" if has_index else None,
         }
         activations["type"] = "int"
+        if is_static:
+            activations |= {"dynamic": False, "strategy": "tensor", "observer": "minmax"}
         if format == PACKED:
             activations = None
     return {

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trivet.checkpoint.formats.awq import AWQReader
-from trivet.checkpoint.formats.compressed_tensors import CompressedTensorsReader
+from trivet.checkpoint.formats.compressed_tensors import ACTIVATIONS, CompressedTensorsReader
 from trivet.checkpoint.formats.fp8 import FP8Reader
 from trivet.checkpoint.formats.gptq import GPTQReader
 from trivet.checkpoint.formats.stored import FormatReader, Settings, StoredTensors
@@ -53,4 +53,7 @@ def open_reader(
             file,
             f"{where}: quant_method is {method!r:.40}, which is not supported; supported: {known}",
         )
-    return _READERS[method](Settings(file, values, where), StoredTensors(tensors))
+    settings, stored = Settings(file, values, where), StoredTensors(tensors)
+    if method == "compressed-tensors":
+        return CompressedTensorsReader(settings, stored, config.get(ACTIVATIONS))
+    return _READERS[method](settings, stored)

@@ -39,7 +39,13 @@ _OPTIONS = {
     "gptq": ("float_type", "damp_percent", "true_sequential", "static_groups", "mse"),
     "gptq_v2": ("float_type", "damp_percent", "true_sequential", "static_groups", "mse"),
     "awq": ("float_type",),
-    "compressed-tensors": ("float_type", "activations", "padded"),
+    "compressed-tensors": (
+        "float_type",
+        "activations",
+        "padded",
+        "input_scales",
+        "activation_rules",
+    ),
     "fp8": ("float_type",),
 }
 # Stored parts of a weight at most, and what an entry of the header takes beyond the name.
@@ -79,7 +85,9 @@ def write(
                    formats), BF16 (default of fp8) or F32. GPTQ: ``damp_percent``, ``true_sequential``,
                    ``static_groups``, ``mse`` are noted in the config. compressed-tensors:
                    ``activations`` True stores 8-bit rows as int-quantized, ``padded`` the packed
-                   layout of before June 2026
+                   layout of before June 2026; ``input_scales`` (module name -> step) are those of
+                   int-quantized rows with static activations, ``activation_rules`` what
+                   `compressed_tensors.ACTIVATIONS` is to hold
     Raises ConfigError: an unknown format or option; CheckpointError: the folder exists, a name is not
     in the source, the disk is full; QuantError: a weight that the format cannot hold.
     """
@@ -161,6 +169,9 @@ def _write_tensors(
     model_config.pop("dtype", None)
     model_config["torch_dtype"] = _TORCH_TYPES[options["float_type"]]
     model_config["quantization_config"] = quantization
+    model_config.pop(compressed_tensors.ACTIVATIONS, None)
+    if options.get("activation_rules") is not None:
+        model_config[compressed_tensors.ACTIVATIONS] = options["activation_rules"]
     made: dict[str, Any] = {"config.json": model_config}
     if index is not None:
         made["model.safetensors.index.json"] = index
@@ -207,7 +218,9 @@ def _encoder(format: str, options: Mapping[str, Any]) -> Encoder:
         if isinstance(weight, Fp8Weight):
             return compressed_tensors.encode_fp8(weight)
         if _is_int_quantized(weight, options):
-            return compressed_tensors.encode_int8(weight)
+            return compressed_tensors.encode_int8(
+                weight, options.get("input_scales", {}).get(module)
+            )
         return compressed_tensors.encode(weight, padded=bool(options.get("padded")))
 
     return encode
@@ -249,7 +262,8 @@ class _Summary:
             else compressed_tensors.PACKED
             for name, weight in self.weights.items()
         }
-        return compressed_tensors.config(self.weights, self.unquantized, kinds)
+        static = options.get("input_scales", {})
+        return compressed_tensors.config(self.weights, self.unquantized, kinds, static)
 
 
 def _hollow(weight: CodeGrid | Fp8Weight) -> CodeGrid | Fp8Weight:

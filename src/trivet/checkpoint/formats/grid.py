@@ -191,10 +191,15 @@ def _narrow(scales: NDArray[np.float16] | Float32) -> NDArray[np.float16] | Floa
 def to_grid(weight: WeightTensor) -> CodeGrid:
     """An integer weight of the engine as the formats of the field say it.
 
-    Raises QuantError: bf16, fp8, a float minimum, or whole-row int8, whose columns are rotated.
+    Raises QuantError: bf16, fp8, a float minimum, or whole-row int8 with rotated columns or outliers.
     """
     form = weight.format
-    if form.bits == 16 or form.scheme in (Scheme.MIN, Scheme.FP8) or form.is_rotated:
+    if (
+        form.bits == 16
+        or form.scheme in (Scheme.MIN, Scheme.FP8)
+        or form.is_rotated
+        or form.outliers
+    ):
         raise QuantError(
             f"{form.full_form} has no place in this format; expected integer codes"
             " with a scale and at most a zero point per group"

@@ -29,8 +29,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trivet.checkpoint.formats.compressed_tensors import INT8_ROWS
 from trivet.checkpoint.packed import PackedFile
-from trivet.config import PAGE_TOKENS, Scheme, WeightFormat
+from trivet.checkpoint.source import bf16_to_float
+from trivet.config import PAGE_TOKENS, RowRule, Scheme, WeightFormat
 from trivet.errors import QuantError
 from trivet.evaluate.results import CheckResult, Finding, Kind
 from trivet.loader import LoadedModel
@@ -292,7 +294,8 @@ def _compare_weight(
     floor = _FLOAT_FLOOR if _is_float(weight) else _FLOORS[weight.format.bits]
     _find_outliers(found, name, rms, mean, floor)
     if inputs is not None and relative > 1e-3 and relative <= _UNLIKE:
-        _compare_rounding(found, name, weight, wanted, factor, gains, inputs)
+        source = own.tensors[pair.own].source
+        _compare_rounding(found, name, weight, source, wanted, factor, gains, inputs)
 
 
 def _errors(
@@ -339,18 +342,29 @@ def _compare_rounding(
     found: _Audit,
     name: str,
     weight: WeightTensor,
+    source: str,
     wanted: WeightTensor,
     factor: Float32,
     gains: tuple[Float32, Float32],
     inputs: Float32,
 ) -> None:
-    """Error on activations over that of rounding the baseline's rows to the same format."""
+    """Error on activations over that of rounding the baseline's rows to the same format.
+
+    source: type of the tensor in its file, whose rounding comes before that of rotated rows.
+    """
     n = weight.shape[0]
     picked = np.unique(np.linspace(0, n - 1, min(n, _SAMPLE_ROWS)).astype(int))
     kept, own = _values(wanted, picked), _values(weight, picked) * factor[None, :]
     error = own / (gains[0][picked][:, None] * gains[1][None, :]) - kept
+    plain = weight.format  # a rule for activations changes nothing in how weights are rounded
+    rows = WeightFormat(8, rule=RowRule.ROW)
+    if plain.is_row:
+        plain = dataclasses.replace(plain, outliers=0) if plain.is_rotated else rows
     try:
-        rounded = dequantize(convert(kept, weight.format).weight) - kept
+        wide = kept
+        if plain.is_rotated and source == INT8_ROWS:
+            wide = dequantize(convert(kept, rows).weight)
+        rounded = dequantize(convert(wide, plain).weight) - kept
     except QuantError:
         return
     own_error, least, total = (_output_square(rows, inputs) for rows in (error, rounded, kept))
@@ -493,6 +507,7 @@ def _rows(weight: WeightTensor, rows: slice | NDArray[np.intp]) -> WeightTensor:
         scales=cut(weight.scales),
         minima=cut(weight.minima),
         zeros=cut(weight.zeros),
+        outlier_codes=cut(weight.outlier_codes),
     )
 
 
@@ -516,8 +531,10 @@ def _values(weight: WeightTensor, rows: slice | NDArray[np.intp]) -> Float32:
         # In pieces that BLAS does not spread over threads: there is one beside this already.
         pieces = values.reshape(-1, math.gcd(values.size // len(matrix), 32), len(matrix))
         values = pieces @ matrix
-    flat: Float32 = values.reshape(-1, k)
-    return flat if part.order is None else in_input_order(flat, part.order)
+    found: Float32 = values.reshape(-1, k)
+    if part.outlier_codes is not None:
+        found[:, part.outliers] = bf16_to_float(part.outlier_codes)
+    return found if part.order is None else in_input_order(found, part.order)
 
 
 @functools.cache
