@@ -11,6 +11,8 @@
 #include <string>
 #include <system_error>
 
+#include "core/buffer.h"
+
 namespace trivet {
 namespace {
 
@@ -22,10 +24,6 @@ struct Header {
     int32_t num_layers, num_kv_heads, head_dim, kind, num_pages, num_workers;
 };
 
-int64_t round_up(int64_t value, int64_t multiple) {
-    return (value + multiple - 1) / multiple * multiple;
-}
-
 // Offsets of the parts of the file.
 struct Offsets {
     int64_t progress, columns, pages, end;
@@ -33,7 +31,7 @@ struct Offsets {
 
 Offsets offsets(const ArenaGeometry& g) {
     Offsets at{};
-    at.progress = round_up(sizeof(Header), 64);
+    at.progress = round_up(int64_t{sizeof(Header)}, 64);
     at.columns = round_up(at.progress + int64_t{g.num_workers} * 64, 4096);
     at.pages = at.columns + g.num_workers * round_up(int64_t{g.num_pages} * 4, 4096);
     const int64_t rows = int64_t{g.num_layers} * g.num_kv_heads;

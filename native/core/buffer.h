@@ -3,9 +3,15 @@
 #include <cstdint>
 #include <cstdlib>
 #include <new>
+#include <type_traits>
 #include <utility>
 
 namespace trivet {
+
+template <typename T>
+constexpr T round_up(T value, std::type_identity_t<T> multiple) {
+    return (value + multiple - 1) / multiple * multiple;
+}
 
 template <typename T>
 class Buffer {
