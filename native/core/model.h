@@ -230,7 +230,7 @@ class Model {
 
     static constexpr int32_t kSharedRows =
         2;  // up to this many rows each thread prepares by itself
-    static constexpr int32_t kTileVectors = 16;
+    static constexpr int32_t kTileVectors = 48;
 
     ModelWeights weights_;
     Kernels kernels_;

@@ -7,23 +7,33 @@ namespace trivet::avx2 {
 namespace {
 
 // Even, or odd, elements of 8 pairs as float32. Apart, because both at once take too many
-// registers.
+// registers. Of planes the odd ones lie `lanes` further on.
 inline __m256 load_even(const uint16_t* b) {
     const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b));
     return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
 }
 
-inline __m256 load_odd(const uint16_t* b) {
+inline __m256 load_odd(const uint16_t* b, int32_t = 0) {
     const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b));
     return _mm256_castsi256_ps(
         _mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 
+inline __m256 load_even(const float* b) { return _mm256_loadu_ps(b); }
+inline __m256 load_odd(const float* b, int32_t lanes) { return _mm256_loadu_ps(b + lanes); }
+
+// The lanes from `lane` on.
+template <typename T>
+inline const T* from_lane(const T* b, int32_t lane) {
+    return b + 2 * lane;
+}
+inline const float* from_lane(const float* b, int32_t lane) { return b + lane; }
+
 // 8 * kWide lanes of kQ vectors: up to 12 chains in registers. The loops over q and w are unrolled
-// by order, since GCC 12 otherwise keeps the chains in memory.
-template <int kQ, int kWide>
-inline void product_tile(const float* a, int32_t a_stride, const uint16_t* b, int32_t lanes,
-                         int32_t pairs, float* c, int32_t c_stride, bool accumulate, Ahead& ahead) {
+// by order, since GCC 12 otherwise keeps the chains in memory. b: bf16 pairs, or planes.
+template <int kQ, int kWide, typename T>
+inline void product_tile(const float* a, int32_t a_stride, const T* b, int32_t lanes, int32_t pairs,
+                         float* c, int32_t c_stride, bool accumulate, Ahead& ahead) {
     Ahead next = ahead;  // by value: in registers
     for (int32_t begin = 0; begin < pairs; begin += 16) {
         const int32_t end = begin + 16 < pairs ? begin + 16 : pairs;
@@ -36,10 +46,10 @@ inline void product_tile(const float* a, int32_t a_stride, const uint16_t* b, in
 #pragma GCC unroll 1
         for (int32_t i = begin; i < end; ++i) {
             next.fetch();
-            const uint16_t* pairs_of = b + i * lanes * 2;
+            const T* pairs_of = b + i * lanes * 2;
             __m256 keys[kWide];
 #pragma GCC unroll 4
-            for (int w = 0; w < kWide; ++w) keys[w] = load_even(pairs_of + 16 * w);
+            for (int w = 0; w < kWide; ++w) keys[w] = load_even(from_lane(pairs_of, 8 * w));
 #pragma GCC unroll 4
             for (int q = 0; q < kQ; ++q) {
                 const __m256 x = _mm256_broadcast_ss(a + q * a_stride + 2 * i);
@@ -51,7 +61,7 @@ inline void product_tile(const float* a, int32_t a_stride, const uint16_t* b, in
             // Loaded again: what both loads share would take the registers of two chains.
             __asm__("" : "+r"(pairs_of));
 #pragma GCC unroll 4
-            for (int w = 0; w < kWide; ++w) keys[w] = load_odd(pairs_of + 16 * w);
+            for (int w = 0; w < kWide; ++w) keys[w] = load_odd(from_lane(pairs_of, 8 * w), lanes);
 #pragma GCC unroll 4
             for (int q = 0; q < kQ; ++q) {
                 const __m256 x = _mm256_broadcast_ss(a + q * a_stride + 2 * i + 1);
@@ -138,20 +148,46 @@ inline void product_tile(const float* a, int32_t a_stride, const int8_t* b, int3
 }
 
 struct Isa {
+    static constexpr bool kHasPlanes = true;
+
+    static void planes(const uint16_t* codes, int32_t pairs, int32_t lanes, float* out) {
+        for (int32_t i = 0; i < pairs; ++i, codes += 2 * lanes, out += 2 * lanes) {
+            for (int32_t lane = 0; lane < lanes; lane += 8) {
+                _mm256_storeu_ps(out + lane, load_even(codes + 2 * lane));
+                _mm256_storeu_ps(out + lanes + lane, load_odd(codes + 2 * lane));
+            }
+        }
+    }
+
+    static void planes(const int8_t* codes, int32_t pairs, int32_t lanes, float* out) {
+        for (int32_t i = 0; i < pairs; ++i, codes += 2 * lanes, out += 2 * lanes) {
+            for (int32_t lane = 0; lane < lanes; lane += 8) {
+                const __m256i pair = _mm256_cvtepi16_epi32(
+                    _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + 2 * lane)));
+                const __m256i even = _mm256_srai_epi32(_mm256_slli_epi32(pair, 24), 24);
+                _mm256_storeu_ps(out + lane, _mm256_cvtepi32_ps(even));
+                _mm256_storeu_ps(out + lanes + lane,
+                                 _mm256_cvtepi32_ps(_mm256_srai_epi32(pair, 8)));
+            }
+        }
+    }
+
     template <int kQ, int kWide, typename T>
     static void product_rows(const float* a, int32_t a_stride, const T* b, int32_t lanes,
                              int32_t pairs, float* c, int32_t c_stride, bool accumulate,
                              Ahead& ahead) {
         int32_t lane = 0;
         for (; lane + 8 * kWide <= lanes; lane += 8 * kWide) {
-            product_tile<kQ, kWide>(a, a_stride, b + 2 * lane, lanes, pairs, c + lane, c_stride,
-                                    accumulate, ahead);
+            product_tile<kQ, kWide>(a, a_stride, from_lane(b, lane), lanes, pairs, c + lane,
+                                    c_stride, accumulate, ahead);
         }
         for (; lane + 8 <= lanes; lane += 8) {
-            product_tile<kQ, 1>(a, a_stride, b + 2 * lane, lanes, pairs, c + lane, c_stride,
+            product_tile<kQ, 1>(a, a_stride, from_lane(b, lane), lanes, pairs, c + lane, c_stride,
                                 accumulate, ahead);
         }
-        product_lanes(kQ, a, a_stride, b, lanes, lane, pairs, c, c_stride, accumulate);
+        if constexpr (sizeof(T) < sizeof(float)) {  // planes have no lanes beyond multiples of 8
+            product_lanes(kQ, a, a_stride, b, lanes, lane, pairs, c, c_stride, accumulate);
+        }
     }
 
     template <typename T>

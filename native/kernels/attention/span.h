@@ -11,10 +11,14 @@
 //       scores per key, or their single factor; v_scale: factors of P per key, or null.
 //   Isa::widen(codes, count, wide)    int8, e4m3 or pairs of 4-bit codes as bf16 bits, in order
 //   Isa::widen_tokens(codes, dim, wide)    4-bit V of a page [32][dim / 2] as bf16 [16][dim][2]
+//   Isa::kHasPlanes    whether many query vectors multiply K and V as planes: float32
+//       [pairs][even, odd][lanes], made once a page for all of them, of lanes a multiple of 8:
+//       Isa::planes(codes, pairs, lanes, planes) from bf16 or int8, and product over planes
 //   Isa::settle(o, n)    adds +0, so that the number of empty products before cannot show in a sign
 //
 // Everything has internal linkage, so that nothing is shared between levels.
 #pragma once
+#include <algorithm>
 #include <cstring>
 
 #include "kernels/attention/attention.h"
@@ -92,6 +96,8 @@ inline void widen_token_pairs(const Int4Pair* codes, int32_t dim, int32_t begin,
 
 // The widening of a level that has no vectors for it; a base of its Isa.
 struct WidenOneByOne {
+    static constexpr bool kHasPlanes = false;
+
     static void widen(const int8_t* codes, int32_t count, uint16_t* wide) {
         for (int32_t i = 0; i < count; ++i) wide[i] = widened(codes[i]);
     }
@@ -202,6 +208,34 @@ void last_pages(const SpanTask& task, int32_t first_page, const float* p, int32_
     }
 }
 
+// last_pages for V as planes, which planes(page) makes. A token that a row does not see is replaced
+// by zero while the row is multiplied.
+template <typename Isa, typename Planes>
+void last_plane_pages(const SpanTask& task, int32_t first_page, const float* p, int32_t p_stride,
+                      float* kept, Planes planes) {
+    const int32_t dim = task.head_dim, group = task.group;
+    const int32_t most = task.valid[task.num_rows - 1];
+    const size_t row_bytes = sizeof(float) * static_cast<size_t>(dim);
+    for (int32_t page = first_page; page * kPageTokens < most; ++page) {
+        float* v = planes(page);
+        const int32_t first = page * kPageTokens;
+        for (int32_t r = 0; r < task.num_rows; ++r) {
+            const int32_t seen = std::min(task.valid[r] - first, kPageTokens);
+            if (seen <= 0) continue;
+            const int32_t pairs = (seen + 1) / 2;
+            float* unseen =
+                seen % 2 == 1 ? v + static_cast<ptrdiff_t>(2 * pairs - 1) * dim : nullptr;
+            if (unseen != nullptr) {
+                std::memcpy(kept, unseen, row_bytes);
+                std::memset(unseen, 0, row_bytes);
+            }
+            Isa::product(group, p + r * group * p_stride + first, p_stride, v, dim, pairs,
+                         task.o + static_cast<ptrdiff_t>(r) * group * dim, dim, page > 0, {});
+            if (unseen != nullptr) std::memcpy(unseen, kept, row_bytes);
+        }
+    }
+}
+
 // Two stretches of memory that are asked for while a product runs, a line of each with every pair
 // of a tile: a burst of requests would stop the product until the memory has answered.
 struct Ahead {
@@ -234,8 +268,33 @@ void span_of(const SpanTask& task) {
     float* v_scale = t + kSpanTokens;          // [256]
     uint16_t* masked = reinterpret_cast<uint16_t*>(v_scale + kSpanTokens);  // [16][dim][2]
     uint16_t* wide = masked + kPageTokens * dim;                            // [32 * dim]
+    float* planes = reinterpret_cast<float*>(wide + kPageTokens * dim);     // [32 * dim]
     const bool widens =
         kOnlyWide<T> || (kScaled && (num_q > 4 || (task.is_first && keeps_first(task.kind))));
+
+    const bool uses_planes = Isa::kHasPlanes && num_q > 4 && dim % 8 == 0;
+    [[maybe_unused]] const auto key_planes = [&](int32_t p) {
+        if constexpr (Isa::kHasPlanes) {
+            if (kOnlyWide<T> || (kScaled && p == 0 && task.is_first && keeps_first(task.kind))) {
+                Isa::planes(bf16_keys<Isa, T>(task, p, wide), dim / 2, kPageTokens, planes);
+            } else if constexpr (!kOnlyWide<T>) {
+                Isa::planes(reinterpret_cast<const T*>(task.pages[p]), dim / 2, kPageTokens,
+                            planes);
+            }
+        }
+        return planes;
+    };
+    [[maybe_unused]] const auto value_planes = [&](int32_t p) {
+        if constexpr (Isa::kHasPlanes) {
+            if (kOnlyWide<T> || (kScaled && p == 0 && task.is_first && keeps_first(task.kind))) {
+                Isa::planes(bf16_values<Isa, T>(task, p, wide), kPageTokens / 2, dim, planes);
+            } else if constexpr (!kOnlyWide<T>) {
+                Isa::planes(reinterpret_cast<const T*>(task.pages[p] + block.v), kPageTokens / 2,
+                            dim, planes);
+            }
+        }
+        return planes;
+    };
 
     for (int32_t i = 0; i < num_q * dim; ++i) q[i] = from_bf16(task.q[i]);
     for (int32_t p = 0; p < num_pages; ++p) {
@@ -248,7 +307,12 @@ void span_of(const SpanTask& task) {
                      reinterpret_cast<const char*>(next != nullptr ? next : task.pages[p]),
                      block.bytes - block.v};
         }
-        if (widens) {
+        if (uses_planes) {
+            if constexpr (Isa::kHasPlanes) {
+                Isa::product(num_q, q, dim, key_planes(p), kPageTokens, dim / 2, target,
+                             kScoreStride, false, Ahead{});
+            }
+        } else if (widens) {
             Isa::product(num_q, q, dim, bf16_keys<Isa, T>(task, p, wide), kPageTokens, dim / 2,
                          target, kScoreStride, false, ahead);
         } else if constexpr (!kOnlyWide<T>) {
@@ -283,7 +347,16 @@ void span_of(const SpanTask& task) {
         }
         last_pages<Isa>(task, whole_pages, scores, kScoreStride, scratch, codes);
     };
-    if (widens) {
+    if (uses_planes) {
+        if constexpr (Isa::kHasPlanes) {
+            for (int32_t p = 0; p < whole_pages; ++p) {
+                Isa::product(num_q, scores + p * kPageTokens, kScoreStride, value_planes(p), dim,
+                             kPageTokens / 2, task.o, dim, p > 0, Ahead{});
+            }
+            last_plane_pages<Isa>(task, whole_pages, scores, kScoreStride,
+                                  reinterpret_cast<float*>(masked), value_planes);
+        }
+    } else if (widens) {
         multiply([&](int32_t p) { return bf16_values<Isa, T>(task, p, wide); }, masked);
     } else if constexpr (!kOnlyWide<T>) {
         multiply([&](int32_t p) { return reinterpret_cast<const T*>(task.pages[p] + block.v); },
