@@ -73,3 +73,22 @@ def test_busy_neighbours(tmp_path: Path) -> None:
     _run("busy_neighbours.py", *words)
     [one] = json.loads((tmp_path / "busy.json").read_text())["rounds"]
     assert one["ratio"] == one["busy_p99_s"] / one["quiet_p99_s"] > 0
+
+
+def test_served_formats(tiny_model: Path, tmp_path: Path) -> None:
+    """Act-order and fp8, which run in forms of their own, against the native formats."""
+    words = (
+        "--model", tiny_model, "--work", tmp_path / "work", "--rounds", "2",
+        "-o", tmp_path / "served.json",
+        "--only", "gptq w4-g32 act-order", "compressed-tensors fp8-channel",
+    )  # fmt: skip
+    result = _run("served_formats.py", *words)
+    assert result == json.loads((tmp_path / "served.json").read_text())
+    forms = {name: (case["form"], case["native"]) for name, case in result["cases"].items()}
+    assert forms == {
+        "gptq w4-g32 act-order": ("w4a8-g32", "w4a8-g32"),
+        "compressed-tensors fp8-channel": ("fp8-row", "w8a8-g128"),
+    }
+    for case in result["cases"].values():
+        assert all(len(case[kind]["served"]) == 2 for kind in ("decode", "prefill"))
+    assert [path.name for path in (tmp_path / "work").iterdir()] == ["float"]
