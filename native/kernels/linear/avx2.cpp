@@ -12,7 +12,7 @@ namespace {
 // ---- bf16 ----
 
 template <int R>
-inline void bf16_tile(const LinearWeight& w, const uint16_t* codes, const uint16_t* x, bool first,
+inline void bf16_tile(const LinearWeight& w, const uint16_t* codes, const uint16_t* x, Ahead ahead,
                       Pair* acc) {
     alignas(64) float wide[R * kWideStride * kWideColumns / 32];
     for (int r = 0; r < R; ++r) acc[r].lo = acc[r].hi = _mm256_setzero_ps();
@@ -20,19 +20,19 @@ inline void bf16_tile(const LinearWeight& w, const uint16_t* codes, const uint16
         const int32_t left = w.k_padded - k;
         const int32_t columns = left < kWideColumns ? left : kWideColumns;
         widen_rows<R>(x + k, w.k_padded, columns, wide);
-        bf16_columns<R>(codes + int64_t(k) * 16, wide, columns, first, acc);
+        bf16_columns<R>(codes + int64_t(k) * 16, wide, columns, ahead.after(k / 2), acc);
     }
 }
 
 // One row: both chains together, each weight loaded once.
 template <>
 inline void bf16_tile<1>(const LinearWeight& w, const uint16_t* codes, const uint16_t* x,
-                         bool first, Pair* acc) {
+                         Ahead ahead, Pair* acc) {
     acc->lo = acc->hi = _mm256_setzero_ps();
     for (int32_t k = 0; k < w.k_padded; k += 32) {
         Pair e{_mm256_setzero_ps(), _mm256_setzero_ps()}, o = e;
         for (int32_t i = k; i < k + 32; i += 2) {
-            prefetch(codes + 16 * i, first);
+            ahead.fetch();
             const __m256i a = load(codes + 16 * i), b = load(codes + 16 * i + 16);
             const __m256i pair = broadcast(x + i);
             e.lo = _mm256_fmadd_ps(even(pair), even(a), e.lo);
@@ -47,17 +47,15 @@ inline void bf16_tile<1>(const LinearWeight& w, const uint16_t* codes, const uin
 
 void bf16(const LinearWeight& w, const Activations& x, int32_t block_begin, int32_t block_end,
           float* out, ptrdiff_t out_stride, bool accumulate) {
-    for_blocks(x.rows, block_begin, block_end, [&](int32_t block, int32_t first, int32_t end) {
-        const auto* codes =
-            static_cast<const uint16_t*>(w.codes) + int64_t(block) * w.k_padded * 16;
-        for_row_tiles(first, end, [&]<int R>(int32_t row) {
-            Pair acc[R];
-            bf16_tile<R>(w, codes, x.bf16 + int64_t(row) * w.k_padded, row == 0, acc);
-            for (int r = 0; r < R; ++r) {
-                store(w, block, acc[r], out + (row + r) * out_stride, accumulate);
-            }
-        });
-    });
+    for_tiles(w, 32, x.rows, block_begin, block_end,
+              [&]<int R>(int32_t block, const uint8_t* codes, int32_t row, Ahead ahead) {
+                  Pair acc[R];
+                  bf16_tile<R>(w, reinterpret_cast<const uint16_t*>(codes),
+                               x.bf16 + int64_t(row) * w.k_padded, ahead, acc);
+                  for (int r = 0; r < R; ++r) {
+                      store(w, block, acc[r], out + (row + r) * out_stride, accumulate);
+                  }
+              });
 }
 
 // ---- 8-bit codes ----
@@ -65,16 +63,17 @@ void bf16(const LinearWeight& w, const Activations& x, int32_t block_begin, int3
 // Adds the products of `columns` columns (a multiple of 4) to sum[r][half], exactly.
 template <int R>
 TRIVET_INLINE void int8_dot(const int8_t* codes, const int8_t* x, ptrdiff_t x_stride,
-                            int32_t columns, bool first, __m256i (*sum)[2]) {
+                            int32_t columns, Ahead& ahead, __m256i (*sum)[2]) {
     const __m256i ones = _mm256_set1_epi16(1);
-    __m256i part[R][2];  // a copy: GCC would store `sum` in every iteration
+    Ahead next = ahead;  // copies: GCC would store `sum` and `ahead` in every iteration
+    __m256i part[R][2];
     for (int r = 0; r < R; ++r) {
         part[r][0] = sum[r][0];
         part[r][1] = sum[r][1];
     }
 #pragma GCC unroll 1
     for (int32_t k = 0; k < columns; k += 4) {
-        prefetch(codes + 16 * k, R == 1 || first);
+        next.fetch();
         const __m256i lo = load(codes + 16 * k), hi = load(codes + 16 * k + 32);
         const __m256i abs_lo = _mm256_abs_epi8(lo), abs_hi = _mm256_abs_epi8(hi);
         for (int r = 0; r < R; ++r) {
@@ -85,6 +84,7 @@ TRIVET_INLINE void int8_dot(const int8_t* codes, const int8_t* x, ptrdiff_t x_st
             add32(part[r][1], _mm256_madd_epi16(q, ones));
         }
     }
+    ahead = next;
     for (int r = 0; r < R; ++r) {
         sum[r][0] = part[r][0];
         sum[r][1] = part[r][1];
@@ -93,15 +93,15 @@ TRIVET_INLINE void int8_dot(const int8_t* codes, const int8_t* x, ptrdiff_t x_st
 
 void int8_row(const LinearWeight& w, const Activations& x, int32_t block_begin, int32_t block_end,
               float* out, ptrdiff_t out_stride, bool accumulate) {
-    for_blocks(x.rows, block_begin, block_end, [&](int32_t block, int32_t first, int32_t end) {
-        const auto* codes = static_cast<const int8_t*>(w.codes) + int64_t(block) * w.k_padded * 16;
-        const float* scales = static_cast<const float*>(w.scales) + block * 16;
-        const __m256 scale_lo = _mm256_loadu_ps(scales), scale_hi = _mm256_loadu_ps(scales + 8);
-        for_row_tiles(first, end, [&]<int R>(int32_t row) {
+    for_tiles(
+        w, 16, x.rows, block_begin, block_end,
+        [&]<int R>(int32_t block, const uint8_t* codes, int32_t row, Ahead ahead) {
+            const float* scales = static_cast<const float*>(w.scales) + block * 16;
+            const __m256 scale_lo = _mm256_loadu_ps(scales), scale_hi = _mm256_loadu_ps(scales + 8);
             __m256i sum[R][2];
             for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
-            int8_dot<R>(codes, x.codes + int64_t(row) * w.k_padded, w.k_padded, w.k_padded,
-                        row == 0, sum);
+            int8_dot<R>(reinterpret_cast<const int8_t*>(codes), x.codes + int64_t(row) * w.k_padded,
+                        w.k_padded, w.k_padded, ahead, sum);
             for (int r = 0; r < R; ++r) {
                 const __m256 sx = _mm256_set1_ps(x.scales[row + r]);
                 const Pair y{
@@ -110,7 +110,6 @@ void int8_row(const LinearWeight& w, const Activations& x, int32_t block_begin, 
                 store(w, block, y, out + (row + r) * out_stride, accumulate);
             }
         });
-    });
 }
 
 // ---- groups ----
@@ -118,14 +117,15 @@ void int8_row(const LinearWeight& w, const Activations& x, int32_t block_begin, 
 // sum[r][half] = products of one group; 4-bit codes packed as stored.
 template <int R>
 TRIVET_INLINE void int4_dot(const uint8_t* codes, const int8_t* x, ptrdiff_t x_stride,
-                            int32_t columns, bool first, __m256i (*sum)[2]) {
+                            int32_t columns, Ahead& ahead, __m256i (*sum)[2]) {
     const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
+    Ahead next = ahead;
     for (int32_t k = 0; k < columns; k += 32) {
         __m256i part[R][2];
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
             const uint8_t* bytes = codes + 8 * k + 64 * i;
-            prefetch(bytes, R == 1 || first);
+            next.fetch();
             const __m256i a = load(bytes), b = load(bytes + 32);
             const __m256i a_low = _mm256_and_si256(a, low), b_low = _mm256_and_si256(b, low);
             const __m256i a_high = _mm256_and_si256(_mm256_srli_epi16(a, 4), low);
@@ -151,12 +151,13 @@ TRIVET_INLINE void int4_dot(const uint8_t* codes, const int8_t* x, ptrdiff_t x_s
             sum[r][1] = _mm256_add_epi32(sum[r][1], _mm256_madd_epi16(part[r][1], ones));
         }
     }
+    ahead = next;
 }
 
 // The 16 columns in the low or the high nibbles (shift 0 or 4) of one block of 32.
 template <int R>
 TRIVET_INLINE void int4_half_dot(const uint8_t* codes, int shift, const int8_t* x,
-                                 ptrdiff_t x_stride, bool first, __m256i (*sum)[2]) {
+                                 ptrdiff_t x_stride, Ahead& ahead, __m256i (*sum)[2]) {
     const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
     const __m128i count = _mm_cvtsi32_si128(shift);
     __m256i part[R][2];
@@ -164,7 +165,7 @@ TRIVET_INLINE void int4_half_dot(const uint8_t* codes, int shift, const int8_t* 
 #pragma GCC unroll 1
     for (int i = 0; i < 4; ++i) {
         const uint8_t* bytes = codes + 64 * i;
-        prefetch(bytes, first);
+        if (shift == 0) ahead.fetch();  // both halves of a block lie in its lines
         const __m256i a = _mm256_and_si256(_mm256_srl_epi16(load(bytes), count), low);
         const __m256i b = _mm256_and_si256(_mm256_srl_epi16(load(bytes + 32), count), low);
         for (int r = 0; r < R; ++r) {
@@ -181,34 +182,33 @@ TRIVET_INLINE void int4_half_dot(const uint8_t* codes, int shift, const int8_t* 
 
 enum class Codes { kInt8, kInt4 };
 
-// Groups [group_begin, group_end) of one block against R rows: acc is read and written.
-// `codes` points at the first of these groups, x at the row's first column of the whole input.
-// kGroup: 16 or 32 where the group's size is known, 0 for multiples of 32; of 16, group_begin is
-// even. Not inlined: the registers are for the sums of one group, acc waits in memory.
+// The groups of one block against R rows: acc is read and written. kGroup: 16 or 32 where the
+// group's size is known, 0 for multiples of 32. Not inlined: the registers are for the sums of one
+// group, acc waits in memory.
 template <Codes kCodes, Scheme kScheme, ScaleType kScale, int32_t kGroup, int R>
 __attribute__((noinline)) void group_tile(const LinearWeight& w, const Activations& x,
                                           int32_t block, const uint8_t* codes, int32_t row,
-                                          int32_t group_begin, int32_t group_end, Pair* acc) {
+                                          Ahead ahead, Pair* acc) {
     constexpr int32_t kColumnBytes = kCodes == Codes::kInt4 ? 8 : 16;
     const int8_t* x_codes = x.codes + int64_t(row) * w.k_padded;
     const float* x_scales = x.scales + int64_t(row) * w.num_groups;
     const int32_t* x_sums = x.sums + int64_t(row) * w.num_groups;
-    for (int32_t g = group_begin; g < group_end; ++g) {
+    for (int32_t g = 0; g < w.num_groups; ++g) {
         const int32_t group = kGroup > 0 ? kGroup : w.group;
         const int32_t begin = g * group, left = w.k_padded - begin;
         const int32_t columns = kGroup > 0 || left >= group ? group : left;
-        const uint8_t* group_codes = codes + int64_t(begin - group_begin * group) * kColumnBytes;
+        const uint8_t* group_codes = codes + int64_t(begin) * kColumnBytes;
         __m256i sum[R][2];
         for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
         if constexpr (kCodes == Codes::kInt8) {
             int8_dot<R>(reinterpret_cast<const int8_t*>(group_codes), x_codes + begin, w.k_padded,
-                        columns, row == 0, sum);
+                        columns, ahead, sum);
         } else if constexpr (kCodes == Codes::kInt4 && kGroup == 16) {
             // Two groups share a block of 32: the odd one lies in the high nibbles.
             int4_half_dot<R>(g % 2 == 0 ? group_codes : group_codes - 16 * kColumnBytes, g % 2 * 4,
-                             x_codes + begin, w.k_padded, row == 0, sum);
+                             x_codes + begin, w.k_padded, ahead, sum);
         } else {
-            int4_dot<R>(group_codes, x_codes + begin, w.k_padded, columns, row == 0, sum);
+            int4_dot<R>(group_codes, x_codes + begin, w.k_padded, columns, ahead, sum);
         }
         const int64_t index = scale_index(w, block, g);
         const Pair scale = load_scales<kScale>(w.scales, index);
@@ -262,19 +262,16 @@ template <Codes kCodes, Scheme kScheme, ScaleType kScale>
 void group_direct(const LinearWeight& w, const Activations& x, int32_t block_begin,
                   int32_t block_end, float* out, ptrdiff_t out_stride, bool accumulate) {
     constexpr int32_t kColumnBytes = kCodes == Codes::kInt4 ? 8 : 16;
-    for_blocks(x.rows, block_begin, block_end, [&](int32_t block, int32_t first, int32_t end) {
-        const uint8_t* codes =
-            static_cast<const uint8_t*>(w.codes) + int64_t(block) * w.k_padded * kColumnBytes;
-        for_row_tiles(first, end, [&]<int R>(int32_t row) {
-            Pair acc[R];
-            for (int r = 0; r < R; ++r) acc[r].lo = acc[r].hi = _mm256_setzero_ps();
-            const auto tile = group_tile_for<kCodes, kScheme, kScale, R>(w.group);
-            tile(w, x, block, codes, row, 0, w.num_groups, acc);
-            for (int r = 0; r < R; ++r) {
-                store(w, block, acc[r], out + (row + r) * out_stride, accumulate);
-            }
-        });
-    });
+    for_tiles(w, kColumnBytes, x.rows, block_begin, block_end,
+              [&]<int R>(int32_t block, const uint8_t* codes, int32_t row, Ahead ahead) {
+                  Pair acc[R];
+                  for (int r = 0; r < R; ++r) acc[r].lo = acc[r].hi = _mm256_setzero_ps();
+                  const auto tile = group_tile_for<kCodes, kScheme, kScale, R>(w.group);
+                  tile(w, x, block, codes, row, ahead, acc);
+                  for (int r = 0; r < R; ++r) {
+                      store(w, block, acc[r], out + (row + r) * out_stride, accumulate);
+                  }
+              });
 }
 
 void int8_group(const LinearWeight& w, const Activations& x, int32_t block_begin, int32_t block_end,

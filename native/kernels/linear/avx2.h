@@ -47,10 +47,33 @@ inline void add32(__m256i& acc, __m256i v) { __asm__("vpaddd %1, %0, %0" : "+x"(
 // Ends the compiler's wish to hold what p points at in registers across an iteration.
 inline void keep_in_memory(void* p) { __asm__ volatile("" : : "r"(p) : "memory"); }
 
-// Asks for weights a little ahead of their first use; `first` is false where a tile of rows before
-// has already read them.
-inline void prefetch(const void* p, bool first) {
-    if (first) _mm_prefetch(static_cast<const char*>(p) + kPrefetchBytes, _MM_HINT_T0);
+inline void prefetch(const void* p) {
+    _mm_prefetch(static_cast<const char*>(p) + kPrefetchBytes, _MM_HINT_T0);
+}
+
+// Asks for weights ahead of their use, a little with every line (64 bytes) of a block that a tile
+// of rows multiplies.
+struct Ahead {
+    const char* at;
+    ptrdiff_t step;  // bytes a line
+
+    void fetch() {
+        _mm_prefetch(at, _MM_HINT_T0);
+        at += step;
+    }
+    Ahead after(int32_t lines) const { return {at + step * lines, step}; }
+};
+
+inline Ahead nothing_ahead(const void* p) { return {static_cast<const char*>(p), 0}; }
+
+// Of `tiles` tiles of rows that pass over a block, what `tile` asks for: its share of the next
+// block, so that memory and arithmetic both go on all the time. One tile alone, or the first of
+// all, has nothing that was asked for before: it asks for what it needs itself soon.
+inline Ahead ahead_of(const void* codes, int64_t block_bytes, int32_t tile, int32_t tiles,
+                      bool is_first_block) {
+    const char* own = static_cast<const char*>(codes);
+    if (tiles == 1 || (tile == 0 && is_first_block)) return {own + kPrefetchBytes, 64};
+    return {own + block_bytes + block_bytes * tile / tiles, tiles < 64 ? 64 / tiles : 1};
 }
 
 // Lanes below n - 8 * half of block's 16 channels.
@@ -102,13 +125,23 @@ inline void for_row_tiles(int32_t begin, int32_t end, Tile tile) {
     }
 }
 
-// Calls body(block, first row, end of rows) for all blocks and rows: many rows go in spans that
-// stay in the core's cache while all blocks pass.
-template <class Body>
-inline void for_blocks(int32_t rows, int32_t block_begin, int32_t block_end, Body body) {
+// Calls tile<R>(block, its codes, first row, what to ask for meanwhile) for all blocks and rows:
+// many rows go in spans that stay in the core's cache while all blocks pass.
+template <class Tile>
+inline void for_tiles(const LinearWeight& w, int32_t column_bytes, int32_t rows,
+                      int32_t block_begin, int32_t block_end, Tile tile) {
+    const int64_t block_bytes = int64_t{w.k_padded} * column_bytes;
     for (int32_t first = 0; first < rows; first += kSpanRows) {
         const int32_t end = first + kSpanRows < rows ? first + kSpanRows : rows;
-        for (int32_t block = block_begin; block < block_end; ++block) body(block, first, end);
+        const int32_t tiles = (end - first + kRows - 1) / kRows;
+        for (int32_t block = block_begin; block < block_end; ++block) {
+            const uint8_t* codes = static_cast<const uint8_t*>(w.codes) + block * block_bytes;
+            for_row_tiles(first, end, [&]<int R>(int32_t row) {
+                const Ahead ahead = ahead_of(codes, block_bytes, (row - first) / kRows, tiles,
+                                             block == block_begin);
+                tile.template operator()<R>(block, codes, row, ahead);
+            });
+        }
     }
 }
 
@@ -135,11 +168,11 @@ inline void widen_rows(const uint16_t* x, ptrdiff_t x_stride, int32_t columns, f
 
 // One chain of kPairs fused multiply-adds per row and channel over the even or the odd columns.
 template <int R, bool kOdd, int kPairs>
-inline void bf16_chain(const uint16_t* codes, const float* wide, bool first, __m256 (*sum)[2]) {
+inline void bf16_chain(const uint16_t* codes, const float* wide, Ahead ahead, __m256 (*sum)[2]) {
     for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_ps();
 #pragma GCC unroll 4
     for (int i = 0; i < kPairs; ++i) {
-        if (!kOdd) prefetch(codes + 32 * i, first);
+        if (!kOdd) ahead.fetch();
         const __m256i a = load(codes + 32 * i), b = load(codes + 32 * i + 16);
         const __m256 lo = kOdd ? odd(a) : even(a), hi = kOdd ? odd(b) : even(b);
         for (int r = 0; r < R; ++r) {
@@ -153,14 +186,14 @@ inline void bf16_chain(const uint16_t* codes, const float* wide, bool first, __m
 // Not inlined: the registers are for one chain's sums, everything else waits in memory.
 template <int R>
 __attribute__((noinline)) void bf16_columns(const uint16_t* codes, const float* wide,
-                                            int32_t columns, bool first, Pair* acc) {
+                                            int32_t columns, Ahead ahead, Pair* acc) {
     for (int32_t k = 0; k < columns; k += 32, wide += R * kWideStride) {
         __m256 sum[R][2];
         Pair evens[R];
-        bf16_chain<R, false, 16>(codes + 16 * k, wide, first, sum);
+        bf16_chain<R, false, 16>(codes + 16 * k, wide, ahead.after(k / 2), sum);
         for (int r = 0; r < R; ++r) evens[r] = {sum[r][0], sum[r][1]};
         keep_in_memory(evens);
-        bf16_chain<R, true, 16>(codes + 16 * k, wide, first, sum);
+        bf16_chain<R, true, 16>(codes + 16 * k, wide, ahead, sum);
         for (int r = 0; r < R; ++r) {
             acc[r].lo = _mm256_add_ps(acc[r].lo, _mm256_add_ps(evens[r].lo, sum[r][0]));
             acc[r].hi = _mm256_add_ps(acc[r].hi, _mm256_add_ps(evens[r].hi, sum[r][1]));
@@ -173,8 +206,8 @@ __attribute__((noinline)) void bf16_columns(const uint16_t* codes, const float* 
 template <int R>
 inline void bf16_half(const uint16_t* codes, const float* wide, Pair* acc) {
     __m256 evens[R][2], odds[R][2];
-    bf16_chain<R, false, 8>(codes, wide, false, evens);
-    bf16_chain<R, true, 8>(codes, wide, false, odds);
+    bf16_chain<R, false, 8>(codes, wide, nothing_ahead(codes), evens);
+    bf16_chain<R, true, 8>(codes, wide, nothing_ahead(codes), odds);
     for (int r = 0; r < R; ++r) {
         acc[r].lo = _mm256_add_ps(acc[r].lo, _mm256_add_ps(evens[r][0], odds[r][0]));
         acc[r].hi = _mm256_add_ps(acc[r].hi, _mm256_add_ps(evens[r][1], odds[r][1]));

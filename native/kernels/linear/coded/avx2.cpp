@@ -32,7 +32,7 @@ inline void unpack_fp8(const LinearWeight& w, int32_t block, int32_t begin, int3
                                _mm256_castps_si256(odd));
     };
     for (int32_t k = 0; k < columns; k += 2, codes += 32, panel += 32) {
-        prefetch(codes, k % 4 == 0);
+        if (k % 4 == 0) prefetch(codes);
         const Pair even = fp8_column(codes), odd = fp8_column(codes + 16);
         auto* out = reinterpret_cast<__m256i*>(panel);
         _mm256_storeu_si256(out, pair(even.lo, odd.lo));
@@ -86,8 +86,8 @@ inline void unpack_bf16(const LinearWeight& w, int32_t block, int32_t begin, int
     };
     for (int32_t k = begin; k < begin + columns; k += 32, panel += 32 * 16) {
         const uint8_t* bytes = codes + int64_t(k) * 8;
-        prefetch(bytes, true);
-        prefetch(bytes + 128, true);
+        prefetch(bytes);
+        prefetch(bytes + 128);
         take_offsets(k);
         unpack_bf16_half<0>(bytes, lo, hi, panel);
         if (w.group == 16) take_offsets(k + 16);
@@ -111,8 +111,8 @@ __attribute__((noinline)) void bf16_groups_tile(const LinearWeight& w, const Act
         if (w.group == 16) {
             bf16_half<R>(panel + 16 * at, wide + at / 32 * R * kWideStride + at % 32 / 2, product);
         } else {
-            bf16_columns<R>(panel + 16 * at, wide + at / 32 * R * kWideStride, end - k, false,
-                            product);
+            bf16_columns<R>(panel + 16 * at, wide + at / 32 * R * kWideStride, end - k,
+                            nothing_ahead(panel), product);
         }
         k = end;
         if (end < group_end && end < w.k_padded) break;  // the group goes on in the next panel
@@ -197,7 +197,7 @@ inline void direct_half(const uint8_t* codes, Pair zero, const float* wide, Pair
         }
     };
     for (int i = 0; i < 4; ++i) {
-        if (kHigh == 0) prefetch(codes + 64 * i, true);
+        if (kHigh == 0) prefetch(codes + 64 * i);
         const __m256i a = load(codes + 64 * i), b = load(codes + 64 * i + 32);
         join.template operator()<0>(a, b, wide + 2 * i, e);
         join.template operator()<1>(a, b, wide + 2 * i + 16, o);
@@ -329,7 +329,7 @@ inline void fp8_tile(const LinearWeight& w, const Activations& x, int32_t block,
         const float* at = wide + half / 2;
 #pragma GCC unroll 2
         for (int i = 0; i < 8; ++i, codes += 32) {
-            prefetch(codes, i % 2 == 0);
+            if (i % 2 == 0) prefetch(codes);
             join(codes, at + i, e);
             join(codes + 16, at + i + 16, o);
         }
