@@ -9,25 +9,15 @@
 namespace trivet::avx2 {
 namespace {
 
+constexpr int32_t kSpanRows = 64 * kRows;   // rows that stay in a core's cache
+constexpr int32_t kWideFloats = 64 * 1024;  // of widened rows: half of a core's 512 KiB
+constexpr int32_t kFewestWide = 24;         // rows that are worth a pass over the weights
+
 // ---- bf16 ----
 
-template <int R>
-inline void bf16_tile(const LinearWeight& w, const uint16_t* codes, const uint16_t* x, Ahead ahead,
-                      Pair* acc) {
-    alignas(64) float wide[R * kWideStride * kWideColumns / 32];
-    for (int r = 0; r < R; ++r) acc[r].lo = acc[r].hi = _mm256_setzero_ps();
-    for (int32_t k = 0; k < w.k_padded; k += kWideColumns) {
-        const int32_t left = w.k_padded - k;
-        const int32_t columns = left < kWideColumns ? left : kWideColumns;
-        widen_rows<R>(x + k, w.k_padded, columns, wide);
-        bf16_columns<R>(codes + int64_t(k) * 16, wide, columns, ahead.after(k / 2), acc);
-    }
-}
-
 // One row: both chains together, each weight loaded once.
-template <>
-inline void bf16_tile<1>(const LinearWeight& w, const uint16_t* codes, const uint16_t* x,
-                         Ahead ahead, Pair* acc) {
+inline void bf16_row(const LinearWeight& w, const uint16_t* codes, const uint16_t* x, Ahead ahead,
+                     Pair* acc) {
     acc->lo = acc->hi = _mm256_setzero_ps();
     for (int32_t k = 0; k < w.k_padded; k += 32) {
         Pair e{_mm256_setzero_ps(), _mm256_setzero_ps()}, o = e;
@@ -45,17 +35,65 @@ inline void bf16_tile<1>(const LinearWeight& w, const uint16_t* codes, const uin
     }
 }
 
-void bf16(const LinearWeight& w, const Activations& x, int32_t block_begin, int32_t block_end,
-          float* out, ptrdiff_t out_stride, bool accumulate) {
-    for_tiles(w, 32, x.rows, block_begin, block_end,
+// A tile of rows, widened kWideColumns at a time.
+template <int R>
+inline void bf16_tile(const LinearWeight& w, const uint16_t* codes, const uint16_t* x, Ahead ahead,
+                      Pair* acc) {
+    if constexpr (R == 1) return bf16_row(w, codes, x, ahead, acc);
+    alignas(64) float wide[R * kWideStride * kWideColumns / 32];
+    for (int r = 0; r < R; ++r) acc[r].lo = acc[r].hi = _mm256_setzero_ps();
+    for (int32_t k = 0; k < w.k_padded; k += kWideColumns) {
+        const int32_t left = w.k_padded - k;
+        const int32_t columns = left < kWideColumns ? left : kWideColumns;
+        widen_rows<R>(x + k, w.k_padded, columns, wide);
+        bf16_columns<R>(codes + int64_t(k) * 16, wide, columns, ahead.after(k / 2), acc);
+    }
+}
+
+// Rows [first, end), which fit into kWideFloats: widened once for all blocks.
+void bf16_span(const LinearWeight& w, const Activations& x, int32_t first, int32_t end,
+               int32_t block_begin, int32_t block_end, float* out, ptrdiff_t out_stride,
+               bool accumulate) {
+    const int32_t row_floats = w.k_padded / 32 * kWideStride;
+    alignas(64) float wide[kWideFloats];
+    for_row_tiles(first, end, [&]<int R>(int32_t row) {
+        widen_rows<R>(x.bf16 + int64_t(row) * w.k_padded, w.k_padded, w.k_padded,
+                      wide + (row - first) * row_floats);
+    });
+    for_tiles(w, 32, first, end, block_begin, block_end,
               [&]<int R>(int32_t block, const uint8_t* codes, int32_t row, Ahead ahead) {
                   Pair acc[R];
-                  bf16_tile<R>(w, reinterpret_cast<const uint16_t*>(codes),
-                               x.bf16 + int64_t(row) * w.k_padded, ahead, acc);
+                  for (int r = 0; r < R; ++r) acc[r].lo = acc[r].hi = _mm256_setzero_ps();
+                  bf16_columns<R>(reinterpret_cast<const uint16_t*>(codes),
+                                  wide + (row - first) * row_floats, w.k_padded, ahead, acc);
                   for (int r = 0; r < R; ++r) {
                       store(w, block, acc[r], out + (row + r) * out_stride, accumulate);
                   }
               });
+}
+
+void bf16(const LinearWeight& w, const Activations& x, int32_t block_begin, int32_t block_end,
+          float* out, ptrdiff_t out_stride, bool accumulate) {
+    // Short spans read the weights often: of wide inputs few rows fit, and they are widened for
+    // each block instead.
+    const int32_t fits = kWideFloats / (w.k_padded / 32 * kWideStride) / kRows * kRows;
+    if (x.rows > 1 && (fits >= kFewestWide || fits >= x.rows)) {
+        for_spans(x.rows, fits, [&](int32_t first, int32_t end) {
+            bf16_span(w, x, first, end, block_begin, block_end, out, out_stride, accumulate);
+        });
+        return;
+    }
+    for_spans(x.rows, kSpanRows, [&](int32_t first, int32_t end) {
+        for_tiles(w, 32, first, end, block_begin, block_end,
+                  [&]<int R>(int32_t block, const uint8_t* codes, int32_t row, Ahead ahead) {
+                      Pair acc[R];
+                      bf16_tile<R>(w, reinterpret_cast<const uint16_t*>(codes),
+                                   x.bf16 + int64_t(row) * w.k_padded, ahead, acc);
+                      for (int r = 0; r < R; ++r) {
+                          store(w, block, acc[r], out + (row + r) * out_stride, accumulate);
+                      }
+                  });
+    });
 }
 
 // ---- 8-bit codes ----
@@ -93,23 +131,26 @@ TRIVET_INLINE void int8_dot(const int8_t* codes, const int8_t* x, ptrdiff_t x_st
 
 void int8_row(const LinearWeight& w, const Activations& x, int32_t block_begin, int32_t block_end,
               float* out, ptrdiff_t out_stride, bool accumulate) {
-    for_tiles(
-        w, 16, x.rows, block_begin, block_end,
-        [&]<int R>(int32_t block, const uint8_t* codes, int32_t row, Ahead ahead) {
-            const float* scales = static_cast<const float*>(w.scales) + block * 16;
-            const __m256 scale_lo = _mm256_loadu_ps(scales), scale_hi = _mm256_loadu_ps(scales + 8);
-            __m256i sum[R][2];
-            for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
-            int8_dot<R>(reinterpret_cast<const int8_t*>(codes), x.codes + int64_t(row) * w.k_padded,
-                        w.k_padded, w.k_padded, ahead, sum);
-            for (int r = 0; r < R; ++r) {
-                const __m256 sx = _mm256_set1_ps(x.scales[row + r]);
-                const Pair y{
-                    _mm256_mul_ps(_mm256_cvtepi32_ps(sum[r][0]), _mm256_mul_ps(sx, scale_lo)),
-                    _mm256_mul_ps(_mm256_cvtepi32_ps(sum[r][1]), _mm256_mul_ps(sx, scale_hi))};
-                store(w, block, y, out + (row + r) * out_stride, accumulate);
-            }
-        });
+    for_spans(x.rows, kSpanRows, [&](int32_t first, int32_t end) {
+        for_tiles(
+            w, 16, first, end, block_begin, block_end,
+            [&]<int R>(int32_t block, const uint8_t* codes, int32_t row, Ahead ahead) {
+                const float* scales = static_cast<const float*>(w.scales) + block * 16;
+                const Pair scale{_mm256_loadu_ps(scales), _mm256_loadu_ps(scales + 8)};
+                __m256i sum[R][2];
+                for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
+                int8_dot<R>(reinterpret_cast<const int8_t*>(codes),
+                            x.codes + int64_t(row) * w.k_padded, w.k_padded, w.k_padded, ahead,
+                            sum);
+                for (int r = 0; r < R; ++r) {
+                    const __m256 sx = _mm256_set1_ps(x.scales[row + r]);
+                    const Pair y{
+                        _mm256_mul_ps(_mm256_cvtepi32_ps(sum[r][0]), _mm256_mul_ps(sx, scale.lo)),
+                        _mm256_mul_ps(_mm256_cvtepi32_ps(sum[r][1]), _mm256_mul_ps(sx, scale.hi))};
+                    store(w, block, y, out + (row + r) * out_stride, accumulate);
+                }
+            });
+    });
 }
 
 // ---- groups ----
@@ -262,16 +303,18 @@ template <Codes kCodes, Scheme kScheme, ScaleType kScale>
 void group_direct(const LinearWeight& w, const Activations& x, int32_t block_begin,
                   int32_t block_end, float* out, ptrdiff_t out_stride, bool accumulate) {
     constexpr int32_t kColumnBytes = kCodes == Codes::kInt4 ? 8 : 16;
-    for_tiles(w, kColumnBytes, x.rows, block_begin, block_end,
-              [&]<int R>(int32_t block, const uint8_t* codes, int32_t row, Ahead ahead) {
-                  Pair acc[R];
-                  for (int r = 0; r < R; ++r) acc[r].lo = acc[r].hi = _mm256_setzero_ps();
-                  const auto tile = group_tile_for<kCodes, kScheme, kScale, R>(w.group);
-                  tile(w, x, block, codes, row, ahead, acc);
-                  for (int r = 0; r < R; ++r) {
-                      store(w, block, acc[r], out + (row + r) * out_stride, accumulate);
-                  }
-              });
+    for_spans(x.rows, kSpanRows, [&](int32_t first, int32_t end) {
+        for_tiles(w, kColumnBytes, first, end, block_begin, block_end,
+                  [&]<int R>(int32_t block, const uint8_t* codes, int32_t row, Ahead ahead) {
+                      Pair acc[R];
+                      for (int r = 0; r < R; ++r) acc[r].lo = acc[r].hi = _mm256_setzero_ps();
+                      const auto tile = group_tile_for<kCodes, kScheme, kScale, R>(w.group);
+                      tile(w, x, block, codes, row, ahead, acc);
+                      for (int r = 0; r < R; ++r) {
+                          store(w, block, acc[r], out + (row + r) * out_stride, accumulate);
+                      }
+                  });
+    });
 }
 
 void int8_group(const LinearWeight& w, const Activations& x, int32_t block_begin, int32_t block_end,

@@ -18,10 +18,9 @@ extern const CodedKernels coded_kernels;
 
 namespace {
 
-constexpr int32_t kRows = 4;               // rows of one register tile
-constexpr int32_t kSpanRows = 64 * kRows;  // rows that stay in a core's cache
-constexpr int32_t kWideColumns = 256;      // bf16 columns widened at a time: 6 KiB
-constexpr int32_t kWideStride = 36;        // floats of one row's 32 widened columns
+constexpr int32_t kRows = 4;           // rows of one register tile
+constexpr int32_t kWideColumns = 256;  // bf16 columns widened at a time: 6 KiB
+constexpr int32_t kWideStride = 36;    // floats of one row's 32 widened columns
 constexpr int32_t kPrefetchBytes = 1024;
 
 // What must stand in the loop that calls it: as a call it would keep every sum in memory.
@@ -125,23 +124,28 @@ inline void for_row_tiles(int32_t begin, int32_t end, Tile tile) {
     }
 }
 
-// Calls tile<R>(block, its codes, first row, what to ask for meanwhile) for all blocks and rows:
-// many rows go in spans that stay in the core's cache while all blocks pass.
+// Calls tile<R>(block, its codes, first row, what to ask for meanwhile) for rows [first, end) and
+// all blocks.
 template <class Tile>
-inline void for_tiles(const LinearWeight& w, int32_t column_bytes, int32_t rows,
+inline void for_tiles(const LinearWeight& w, int32_t column_bytes, int32_t first, int32_t end,
                       int32_t block_begin, int32_t block_end, Tile tile) {
     const int64_t block_bytes = int64_t{w.k_padded} * column_bytes;
-    for (int32_t first = 0; first < rows; first += kSpanRows) {
-        const int32_t end = first + kSpanRows < rows ? first + kSpanRows : rows;
-        const int32_t tiles = (end - first + kRows - 1) / kRows;
-        for (int32_t block = block_begin; block < block_end; ++block) {
-            const uint8_t* codes = static_cast<const uint8_t*>(w.codes) + block * block_bytes;
-            for_row_tiles(first, end, [&]<int R>(int32_t row) {
-                const Ahead ahead = ahead_of(codes, block_bytes, (row - first) / kRows, tiles,
-                                             block == block_begin);
-                tile.template operator()<R>(block, codes, row, ahead);
-            });
-        }
+    const int32_t tiles = (end - first + kRows - 1) / kRows;
+    for (int32_t block = block_begin; block < block_end; ++block) {
+        const uint8_t* codes = static_cast<const uint8_t*>(w.codes) + block * block_bytes;
+        for_row_tiles(first, end, [&]<int R>(int32_t row) {
+            const Ahead ahead =
+                ahead_of(codes, block_bytes, (row - first) / kRows, tiles, block == block_begin);
+            tile.template operator()<R>(block, codes, row, ahead);
+        });
+    }
+}
+
+// Calls body(first row, end) for spans of so many rows.
+template <class Body>
+inline void for_spans(int32_t rows, int32_t span_rows, Body body) {
+    for (int32_t first = 0; first < rows; first += span_rows) {
+        body(first, first + span_rows < rows ? first + span_rows : rows);
     }
 }
 
