@@ -76,6 +76,18 @@ def test_many_rows_equal_each_row_alone(level: str, name: str, scale_dtype: type
     assert_bits_equal(together, _run("generic", weight, x))
 
 
+@pytest.mark.parametrize("level", [level for level in LEVELS if level != "generic"])
+@pytest.mark.parametrize("name", ["bf16", "w8a8", "w4a8-g32", "w4a16-g64", "fp8-g32"])
+@pytest.mark.parametrize(("rows", "k"), [(41, 2560), (24, 2400), (300, 96), (5, 16384)])
+def test_inputs_beyond_a_cache_equal_the_generic_level(
+    level: str, name: str, rows: int, k: int
+) -> None:
+    """Wide inputs, of which few rows are widened at a time, and more rows than a span has."""
+    weight = random_weight(name, 33, k)
+    x = random_rows(rows, k)
+    assert_bits_equal(_run(level, weight, x), _run("generic", weight, x))
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
     "name", ["bf16", "w8a8", "w8a8-g64", "w4a8-g32", "w4a8-g128-min", "w4a8-g16-zp", "w4a8-row"]
