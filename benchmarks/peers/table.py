@@ -114,8 +114,16 @@ def markdown(reports: list[dict[str, Any]], only: list[str] | None = None) -> st
     ratios = _ratios(whole, cases)
     if len(ratios) > 2:
         lines += ["", *ratios]
-    for report in reports:
-        lines += ["", _origin(report)]
+    for index, report in enumerate(reports):
+        later = {
+            case
+            for other in reports[index + 1 :]
+            for case, found in other["cases"].items()
+            if found
+        }
+        own = [case for case, found in report["cases"].items() if found and case not in later]
+        if own:
+            lines += ["", _origin(report, own)]
     # A case that one report could not run and another did is there.
     measured = {(name, case) for case in cases for name in whole["cases"][case]}
     lines_not_run: dict[str, None] = {}
@@ -135,14 +143,14 @@ def markdown(reports: list[dict[str, Any]], only: list[str] | None = None) -> st
     return "\n".join(lines)
 
 
-def _origin(report: dict[str, Any]) -> str:
+def _origin(report: dict[str, Any], cases: list[str]) -> str:
     machine = report["machine"]
     versions = sorted(
         {f"{e['peer'].replace('_', '.')} {e['version']}" for e in report["engines"].values()}
     )
-    cases = ", ".join(case.replace("_", " ") for case in sorted(report["cases"], key=_order))
+    names = ", ".join(case.replace("_", " ") for case in sorted(cases, key=_order))
     return (
-        f"{cases}: model {report['model']}, {machine['cpu']}, level {machine['isa']}, "
+        f"{names}: model {report['model']}, {machine['cpu']}, level {machine['isa']}, "
         f"{report['threads']} threads, {report['rounds']} interleaved rounds, medians, half the range "
         f"as spread; {', '.join(versions)}; commit {report['commit'][:10]}, {report['date']}."
     )

@@ -65,6 +65,8 @@ def test_engines_are_compared_round_by_round(tmp_path: Path) -> None:
     together = _run(PEERS / "table.py", tmp_path / "peers.json", tmp_path / "more.json").stdout
     assert "| fake | 0 | - | - | 1000 ±" in together
     assert "4711" in together
+    origins = [line.partition(": model")[0] for line in together.splitlines() if ": model" in line]
+    assert origins == ["decode 24, prefill 24", "batch 3"]
     # Some columns of a table.
     narrow = (PEERS / "table.py", tmp_path / "peers.json", "--cases", "decode_24")
     shown = _run(*narrow).stdout
