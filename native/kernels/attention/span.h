@@ -273,24 +273,15 @@ void span_of(const SpanTask& task) {
         kOnlyWide<T> || (kScaled && (num_q > 4 || (task.is_first && keeps_first(task.kind))));
 
     const bool uses_planes = Isa::kHasPlanes && num_q > 4 && dim % 8 == 0;
-    [[maybe_unused]] const auto key_planes = [&](int32_t p) {
+    // Planes of a page's codes, or of what bf16() makes of them where they are no plain numbers.
+    [[maybe_unused]] const auto to_planes = [&](int32_t p, int64_t offset, int32_t pairs,
+                                                int32_t lanes, auto bf16) {
         if constexpr (Isa::kHasPlanes) {
             if (kOnlyWide<T> || (kScaled && p == 0 && task.is_first && keeps_first(task.kind))) {
-                Isa::planes(bf16_keys<Isa, T>(task, p, wide), dim / 2, kPageTokens, planes);
+                Isa::planes(bf16(), pairs, lanes, planes);
             } else if constexpr (!kOnlyWide<T>) {
-                Isa::planes(reinterpret_cast<const T*>(task.pages[p]), dim / 2, kPageTokens,
+                Isa::planes(reinterpret_cast<const T*>(task.pages[p] + offset), pairs, lanes,
                             planes);
-            }
-        }
-        return planes;
-    };
-    [[maybe_unused]] const auto value_planes = [&](int32_t p) {
-        if constexpr (Isa::kHasPlanes) {
-            if (kOnlyWide<T> || (kScaled && p == 0 && task.is_first && keeps_first(task.kind))) {
-                Isa::planes(bf16_values<Isa, T>(task, p, wide), kPageTokens / 2, dim, planes);
-            } else if constexpr (!kOnlyWide<T>) {
-                Isa::planes(reinterpret_cast<const T*>(task.pages[p] + block.v), kPageTokens / 2,
-                            dim, planes);
             }
         }
         return planes;
@@ -309,8 +300,10 @@ void span_of(const SpanTask& task) {
         }
         if (uses_planes) {
             if constexpr (Isa::kHasPlanes) {
-                Isa::product(num_q, q, dim, key_planes(p), kPageTokens, dim / 2, target,
-                             kScoreStride, false, Ahead{});
+                const float* keys = to_planes(p, 0, dim / 2, kPageTokens,
+                                              [&] { return bf16_keys<Isa, T>(task, p, wide); });
+                Isa::product(num_q, q, dim, keys, kPageTokens, dim / 2, target, kScoreStride, false,
+                             ahead);
             }
         } else if (widens) {
             Isa::product(num_q, q, dim, bf16_keys<Isa, T>(task, p, wide), kPageTokens, dim / 2,
@@ -334,7 +327,7 @@ void span_of(const SpanTask& task) {
                                        task.l + i);
     }
     const int32_t whole_pages = task.valid[0] / kPageTokens;
-    const auto multiply = [&](auto codes, auto* scratch) {
+    const auto multiply = [&](auto codes) {
         for (int32_t p = 0; p < whole_pages; ++p) {
             // The keys that come next: while the values, which are here, are multiplied.
             Ahead ahead;
@@ -345,22 +338,28 @@ void span_of(const SpanTask& task) {
             Isa::product(num_q, scores + p * kPageTokens, kScoreStride, codes(p), dim,
                          kPageTokens / 2, task.o, dim, p > 0, ahead);
         }
-        last_pages<Isa>(task, whole_pages, scores, kScoreStride, scratch, codes);
     };
     if (uses_planes) {
         if constexpr (Isa::kHasPlanes) {
-            for (int32_t p = 0; p < whole_pages; ++p) {
-                Isa::product(num_q, scores + p * kPageTokens, kScoreStride, value_planes(p), dim,
-                             kPageTokens / 2, task.o, dim, p > 0, Ahead{});
-            }
+            const auto codes = [&](int32_t p) {
+                return to_planes(p, block.v, kPageTokens / 2, dim,
+                                 [&] { return bf16_values<Isa, T>(task, p, wide); });
+            };
+            multiply(codes);
             last_plane_pages<Isa>(task, whole_pages, scores, kScoreStride,
-                                  reinterpret_cast<float*>(masked), value_planes);
+                                  reinterpret_cast<float*>(masked), codes);
         }
     } else if (widens) {
-        multiply([&](int32_t p) { return bf16_values<Isa, T>(task, p, wide); }, masked);
+        const auto codes = [&](int32_t p) { return bf16_values<Isa, T>(task, p, wide); };
+        multiply(codes);
+        last_pages<Isa>(task, whole_pages, scores, kScoreStride, masked, codes);
     } else if constexpr (!kOnlyWide<T>) {
-        multiply([&](int32_t p) { return reinterpret_cast<const T*>(task.pages[p] + block.v); },
-                 reinterpret_cast<T*>(masked));
+        const auto codes = [&](int32_t p) {
+            return reinterpret_cast<const T*>(task.pages[p] + block.v);
+        };
+        multiply(codes);
+        last_pages<Isa>(task, whole_pages, scores, kScoreStride, reinterpret_cast<T*>(masked),
+                        codes);
     }
     Isa::settle(task.o, num_q * dim);
 }
