@@ -21,8 +21,10 @@ _FP8 = re.compile(r"fp8-(?:g(16|32|64|128)|row)\Z")
 _ROWS = re.compile(
     r"w8a8(?:\+(?P<rule>hadamard64|row|static))?(?:\+outliers(?P<outliers>\d{1,3}))?\Z"
 )
+AUTO = "auto"  # the file's own grids; 16-bit embedding and head of a quantized model in 8 bits
+STORED = "stored"  # the file's own grids, embedding and head as they are too
 _WEIGHTS_ALLOWED = (
-    "bf16, w8a8, w8a8+row, w8a8+static, w8a8[+hadamard64]+outliersM, w8a8-gN[-min],"
+    "auto, stored, bf16, w8a8, w8a8+row, w8a8+static, w8a8[+hadamard64]+outliersM, w8a8-gN[-min],"
     " w4a8-gN[-zp|-min], w4a8-row[-zp|-min], w4a16 like w4a8, fp8-gN, fp8-row,"
     " N in 16 32 64 128, M from 1 to 256"
 )
@@ -219,10 +221,10 @@ def _is_number(value: object) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which model in which form. ``weights`` is a WeightFormat name or ``auto`` (the file's own)."""
+    """Which model in which form. ``weights`` is a WeightFormat name, ``auto`` or ``stored``."""
 
     model: str
-    weights: str = "auto"
+    weights: str = AUTO
     kv: KVFormat = KVFormat.BF16
     threads: int | None = None  # None: the cgroup's quota and the affinity mask
     max_model_len: int | None = None  # None: the model's own context
@@ -230,12 +232,19 @@ class ModelConfig:
     def __post_init__(self) -> None:
         _check_text("model", self.model)
         _check_text("weights", self.weights)
-        if self.weights != "auto":
-            WeightFormat.parse(self.weights)
+        own_or_format(self.weights)
         if self.threads is not None:
             _check_integer("threads", self.threads, 1, 1024)
         if self.max_model_len is not None:
             _check_integer("max_model_len", self.max_model_len, 1)
+
+
+def own_or_format(weights: str) -> WeightFormat | None:
+    """The format that a name of weights asks for; None: the file's own (``auto``, ``stored``).
+
+    Raises ConfigError: it is no name of weights.
+    """
+    return None if weights in (AUTO, STORED) else WeightFormat.parse(weights)
 
 
 def is_url(model: str) -> bool:

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trivet.config import DEMO, KVFormat, ModelConfig, WeightFormat
+from trivet.config import DEMO, KVFormat, ModelConfig, own_or_format
 from trivet.errors import CheckpointError, ConfigError
 
 VERSION = 1
@@ -193,6 +193,6 @@ def _checked(path: Path, key: str, value: object) -> object:
     _expect(path, key, value, int if name in _INTEGERS else str)
     if isinstance(value, int) and value < 0:
         raise CheckpointError(path, f"{key} must not be negative, found {value}")
-    if name == "weights" and isinstance(value, str) and value != "auto":
-        WeightFormat.parse(value)
+    if name == "weights" and isinstance(value, str):
+        own_or_format(value)
     return value

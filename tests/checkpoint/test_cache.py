@@ -25,7 +25,7 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_is_no_file_is_no_cache(tmp_path: Path) -> None:
-    query = CacheQuery.of(build_folder(tmp_path / "model", VARIANTS["llama2"]), None)
+    query = CacheQuery.of(build_folder(tmp_path / "model", VARIANTS["llama2"]), "auto")
     query.paths[0].parent.mkdir()
     os.mkfifo(query.paths[0])
     assert query.find(PackedFile.open) == (None, None)

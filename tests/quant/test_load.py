@@ -19,13 +19,14 @@ from support.tiny_models import VARIANTS, build_folder, build_gguf, weights_of
 from trivet.checkpoint import cache as cache_module
 from trivet.checkpoint import resolve_model
 from trivet.checkpoint.packed import PackedFile, PackedWriter
-from trivet.config import WeightFormat
+from trivet.config import WeightFormat, own_or_format
 from trivet.errors import CheckpointError, ConfigError
 from trivet.models import open_model, rope_tables
 from trivet.models.reference import to_float
 from trivet.native.packing import unpack
 from trivet.native.weights import dequantize
 from trivet.quant import PackedModel, load_packed
+from trivet.quant.load import Target
 from trivet.quant.pack import least_bytes
 from trivet.sizing import format_bytes
 
@@ -451,7 +452,7 @@ def test_two_full_disks_are_one_line_with_both(
     why = "5 KiB free" if says_so else "No space left on device"
     assert f"{beside} ({why})" in line
     assert f"{user} ({why})" in line
-    needed = format_bytes(least_bytes(open_model(resolve_model(folder)), None))
+    needed = format_bytes(least_bytes(open_model(resolve_model(folder)), Target()))
     assert f"at least {needed}" in line
     assert "TRIVET_CACHE" in line
     assert "\n" not in line
@@ -471,18 +472,45 @@ def test_another_failure_of_a_disk_is_not_tried_elsewhere(
     assert not user.exists()
 
 
-@pytest.mark.parametrize("weights", ["auto", *FORMATS])
-@pytest.mark.parametrize("name", ["llama3", "tied.gguf"])
+@pytest.mark.parametrize("weights", ["auto", "stored", *FORMATS])
+@pytest.mark.parametrize("name", ["llama3", "tied.gguf", "float_head.gguf"])
 def test_a_cache_takes_at_least_what_was_foreseen(name: str, weights: str, tmp_path: Path) -> None:
     if name == "llama3":
         path = build_folder(tmp_path / "model", name)
     else:
-        path = build_gguf(tmp_path / name, "smollm2", qtype={"token_embd": "Q8_0", "blk": "Q4_0"})
-    form = None if weights == "auto" else WeightFormat.parse(weights)
-    foreseen = least_bytes(open_model(resolve_model(path)), form)
+        table = "F16" if name.startswith("float") else "Q8_0"
+        path = build_gguf(tmp_path / name, "smollm2", qtype={"token_embd": table, "blk": "Q4_0"})
+    target = Target(own_or_format(weights), keeps_tables=weights == "stored")
+    foreseen = least_bytes(open_model(resolve_model(path)), target)
     tensors = load_packed(path, weights).tensors.values()
     size = sum(tensor.num_bytes for tensor in tensors)
     assert 0.6 * size < foreseen <= size
+
+
+@pytest.mark.parametrize("variant", ["smollm2", "llama3"])
+def test_floats_beside_quantized_layers_run_in_8_bits_unless_asked(
+    variant: str, tmp_path: Path
+) -> None:
+    path = build_gguf(
+        tmp_path / "a.gguf", variant, qtype={"token_embd": "F16", "output": "F16", "blk": "Q4_0"}
+    )
+    auto, stored = load_packed(path), load_packed(path, "stored")
+    tables = [name for name in ("head", "embed") if name in auto.tensors]
+    assert len(tables) == (1 if auto.spec.tied_embeddings else 2)
+    for name in tables:
+        assert auto.tensors[name].format == "w8a8-g32"
+        assert "--weights stored" in auto.tensors[name].note
+        assert stored.tensors[name].format == "bf16"
+    assert stored.weights_form == auto.weights_form
+    assert stored.numerics_id != auto.numerics_id
+    assert "requantized (worst: " in auto.notes[0]
+
+
+def test_a_file_of_floats_keeps_its_tables(tmp_path: Path) -> None:
+    folder = build_folder(tmp_path / "model", VARIANTS["llama3"])
+    auto, stored = load_packed(folder), load_packed(folder, "stored")
+    assert auto.tensors["head"].format == auto.tensors["embed"].format == "bf16"
+    assert stored.numerics_id == auto.numerics_id
 
 
 def test_cache_variable_must_be_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,9 +26,8 @@ from trivet.errors import CheckpointError, ConfigError
 from trivet.files import left_behind
 from trivet.sizing import format_bytes
 
-PACKER_VERSION = 4  # raised whenever packing the same file would give other bytes
+PACKER_VERSION = 5  # raised whenever packing the same file would give other bytes
 CACHE_VARIABLE = "TRIVET_CACHE"
-AUTO = "auto"  # the form that keeps the file's own grid
 _INSTALLED = ("site-packages", "dist-packages")
 _WAIT_S = 0.05
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
@@ -94,13 +93,13 @@ class CacheQuery:
     paths: list[Path]
 
     @classmethod
-    def of(cls, model: str | os.PathLike[str], weights: WeightFormat | None) -> CacheQuery:
-        """For a model by its name; ``weights`` None keeps the file's own grid.
+    def of(cls, model: str | os.PathLike[str], weights: WeightFormat | str) -> CacheQuery:
+        """For a model by its name; ``weights`` is a format, ``auto`` or ``stored``.
 
         Raises CheckpointError: there is no such model; ConfigError: TRIVET_CACHE.
         """
         source = resolve_model(model)
-        requested = AUTO if weights is None else weights.name
+        requested = weights if isinstance(weights, str) else weights.name
         return cls(source, cache_key(source, requested), cache_paths(source, requested))
 
     def find(self, opener: Callable[[Path], _Packed]) -> tuple[_Packed | None, str | None]:

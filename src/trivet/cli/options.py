@@ -71,8 +71,9 @@ weights = click.option(
     "--weights",
     metavar="F",
     help="bf16, w8a8, w8a8-gN, w4a8-gN, w4a8-row, with -zp or -min at the end of the last two (N: "
-    "16, 32, 64, 128), w4a16 in place of w4a8 for bf16 activations, fp8-gN or fp8-row, or auto: the "
-    "file's own grid."
+    "16, 32, 64, 128), w4a16 in place of w4a8 for bf16 activations, fp8-gN or fp8-row; auto: the "
+    "file's own grids, 16-bit embedding and head of a quantized model in 8 bits; stored: these too as "
+    "they are."
     "  [default: auto]",
 )
 kv = click.option(

@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from trivet.checkpoint.cache import AUTO, CacheQuery
+from trivet.checkpoint.cache import CacheQuery
 from trivet.checkpoint.header import PackedHeader
-from trivet.config import ServerConfig, WeightFormat
+from trivet.config import ServerConfig
 from trivet.errors import TrivetError
 from trivet.gateway.log import say
 from trivet.gateway.tokens import ModelFront
@@ -44,7 +44,7 @@ def load_front(
     and ``is_cancelled`` became true.
     """
     model, weights = config.model.model, config.model.weights
-    query = CacheQuery.of(model, None if weights == AUTO else WeightFormat.parse(weights))
+    query = CacheQuery.of(model, weights)
     packed, _ = query.find(PackedHeader.open)
     if packed is None:
         from trivet.quant import load_packed

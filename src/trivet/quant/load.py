@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trivet.checkpoint.cache import (
-    AUTO,
     CacheQuery,
     NoRoomError,
     no_place,
@@ -26,7 +25,7 @@ from trivet.checkpoint.cache import (
 )
 from trivet.checkpoint.header import CONTRACT_VERSION
 from trivet.checkpoint.packed import PackedFile, PackedTensor
-from trivet.config import PAGE_TOKENS, SPAN_TOKENS, WeightFormat
+from trivet.config import AUTO, PAGE_TOKENS, SPAN_TOKENS, STORED, WeightFormat, own_or_format
 from trivet.errors import CheckpointError, ConfigError
 from trivet.models import ModelSpec
 from trivet.native.packing import LINEARS, linear_names
@@ -37,6 +36,18 @@ if TYPE_CHECKING:
     from trivet.models import Model
 
 Progress = Callable[[str, int, int], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What a model is packed to.
+
+    form           format of the weights; None: the file's own
+    keeps_tables   of the file's own: embedding and head stay in 16 bits where the rest is quantized
+    """
+
+    form: WeightFormat | None = None
+    keeps_tables: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,20 +147,18 @@ def load_packed(
     """Find or make the packed cache of a model in a weight format, and map it.
 
     model          a folder, a .gguf file, a hub id or ``demo``
-    weights        a format or its name; ``auto`` keeps the file's own grid, floats become bf16
+    weights        a format or its name; ``auto`` keeps the file's own grids (floats become bf16), but
+                   runs 16-bit embedding and head of a quantized model in 8 bits; ``stored`` does not
     max_model_len  shortens the context; longer than the model's is refused
     progress       called with (what, done, total) while packing
     Raises CheckpointError, ConfigError or QuantError, each in one line.
     """
-    if isinstance(weights, str):
-        form = None if weights == AUTO else WeightFormat.parse(weights)
-    else:
-        form = weights
-    query = CacheQuery.of(model, form)
+    form = own_or_format(weights) if isinstance(weights, str) else weights
+    query = CacheQuery.of(model, weights if form is None else form)
     found, stale = query.find(PackedFile.open)
     state = "hit"
     if found is None:
-        found, stale, is_made = _packed_file(query, form, progress)
+        found, stale, is_made = _packed_file(query, Target(form, weights == STORED), progress)
         if is_made:
             state = "packed" if stale is None else "repacked"
     packed = _packed_model(found, state, stale)
@@ -163,7 +172,7 @@ def load_packed(
 
 
 def _packed_file(
-    query: CacheQuery, form: WeightFormat | None, progress: Progress | None
+    query: CacheQuery, target: Target, progress: Progress | None
 ) -> tuple[PackedFile, str | None, bool]:
     """Make the cache in the first place that can take it, or find what another process has made.
 
@@ -183,12 +192,12 @@ def _packed_file(
                     return found, stale, False
                 if model is None:
                     model = open_model(query.source)
-                    needed = least_bytes(model, form)
+                    needed = least_bytes(model, target)
                 assert needed is not None, "the model is open"
                 require_room(path, needed)
                 if problems:
                     _tell_of_place(problems[-1], needed, path)
-                made = make_cache(query.source, model, form, path, query.key, progress)
+                made = make_cache(query.source, model, target, path, query.key, progress)
                 return made, stale, True
         except NoRoomError as error:
             problems.append(error)

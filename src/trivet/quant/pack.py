@@ -38,12 +38,13 @@ from trivet.native.packing import (
     pack,
 )
 from trivet.native.weights import WeightTensor, dequantize
-from trivet.quant.load import Progress
+from trivet.quant.load import Progress, Target
 from trivet.quant.rtn import Converted, convert, frobenius, own_format
 
 _FLOATS = ("F32", "F16", "BF16")
 Bias = NDArray[np.float32] | None
 TABLE_FORMAT = WeightFormat(8, 32)  # embedding and head of quantized models
+_NARROWED = "in 8 bits beside quantized weights; --weights stored keeps its 16"
 _ROW_GROUP = 128  # groups of 8 bits that hold what had one scale a row in 4
 _WIDENED = {Scheme.SYM: Scheme.SYM, Scheme.ZP: Scheme.SYM, Scheme.MIN: Scheme.MIN}  # 4 bits in 8
 
@@ -51,14 +52,14 @@ _WIDENED = {Scheme.SYM: Scheme.SYM, Scheme.ZP: Scheme.SYM, Scheme.MIN: Scheme.MI
 def make_cache(
     source: ModelSource,
     model: Model,
-    target: WeightFormat | None,
+    target: Target,
     path: Path,
     key: dict[str, Any],
     progress: Progress | None,
 ) -> PackedFile:
     """Read, convert and write a model, and map the result.
 
-    source, model  the model, opened      target  None: the file's own formats
+    source, model  the model, opened
     path           where the cache goes; the caller holds its lock
     key            what `cache_key` gives; stored
     Raises CheckpointError: the model is unsound or changes meanwhile. OSError: the disk is full.
@@ -83,24 +84,25 @@ def make_cache(
     return PackedFile.open(path)
 
 
-def least_bytes(model: Model, target: WeightFormat | None) -> int:
+def least_bytes(model: Model, target: Target) -> int:
     """What a cache takes at least, known before anything is read: matrices and rope tables.
 
-    target  None: the file's own formats, where floats become bf16 and no grid becomes smaller
+    Of the file's own formats, floats become bf16 or `TABLE_FORMAT` and no grid becomes smaller.
     """
     total = 4 * model.spec.max_positions * model.spec.head_dim
-    for job in _jobs(model.spec, target):
+    for job in _jobs(model, target):
         infos = [model.checkpoint.info(model.file_name(role, job.layer)) for role in job.roles]
-        if job.target is None:
+        form = job.target
+        if job.narrows and infos[0].dtype in _FLOATS:
+            form = TABLE_FORMAT
+        if form is None:
             for info in infos:
                 is_float = info.dtype in _FLOATS
                 total += 2 * math.prod(info.shape) if is_float else info.num_bytes
-        else:
-            rows = sum(math.prod(info.shape[:-1]) for info in infos)
-            layout = Layout(job.target, rows, infos[0].shape[-1], ScaleType.F16)
-            total += sum(
-                math.prod(shape) * dtype.itemsize for dtype, shape in layout.parts.values()
-            )
+            continue
+        rows = sum(math.prod(info.shape[:-1]) for info in infos)
+        layout = Layout(form, rows, infos[0].shape[-1], ScaleType.F16)
+        total += sum(math.prod(shape) * dtype.itemsize for dtype, shape in layout.parts.values())
     return total
 
 
@@ -114,17 +116,23 @@ def _source_sha256(source: ModelSource) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """One packed weight: which roles of which layer are fused into it, and the format asked for."""
+    """One packed weight: which roles of which layer are fused into it, and the format asked for.
+
+    target    None: its own
+    is_table  rows of it are looked up
+    narrows   what has 16 bits of its own becomes 8
+    """
 
     name: str
     roles: tuple[str, ...]
     layer: int
     target: WeightFormat | None
     is_table: bool = False
+    narrows: bool = False
 
 
 def pack_model(
-    model: Model, target: WeightFormat | None, writer: PackedWriter, progress: Progress | None
+    model: Model, target: Target, writer: PackedWriter, progress: Progress | None
 ) -> dict[str, Any]:
     """Convert and write all tensors; returns the header's entries ``form``, ``content``, ``notes``.
 
@@ -132,10 +140,10 @@ def pack_model(
     layer ``attn_norm``, ``qkv``, ``o``, ``mlp_norm``, ``gate_up``, ``down``. q, k, v and gate, up are
     fused along N; where they differ in format or in the order of their columns, ``q``, ``k``, ``v`` or
     ``gate``, ``up`` stand in their place. The table that is looked up (``embed``, or a tied ``head``)
-    is bf16 or int8 groups, whatever the rest is. target None: the file's own formats.
+    is bf16 or int8 groups, whatever the rest is.
     """
     spec = model.spec
-    jobs = list(_jobs(spec, target))
+    jobs = list(_jobs(model, target))
     for done, pieces in enumerate(_converted(model, jobs), 1):
         for piece in pieces:
             weight = piece.converted.weight
@@ -164,15 +172,29 @@ def pack_model(
     }
 
 
-def _jobs(spec: ModelSpec, target: WeightFormat | None) -> Iterator[_Job]:
-    table = target if target is None or target.bits == 16 else TABLE_FORMAT
+def _jobs(model: Model, target: Target) -> Iterator[_Job]:
+    spec, form = model.spec, target.form
+    table = form if form is None or form.bits == 16 else TABLE_FORMAT
+    narrows = form is None and not target.keeps_tables and _is_quantized(model)
     tied = spec.tied_embeddings
-    yield _Job("head", ("embed" if tied else "head",), 0, table, is_table=tied)
+    yield _Job("head", ("embed" if tied else "head",), 0, table, is_table=tied, narrows=narrows)
     if not tied:
-        yield _Job("embed", ("embed",), 0, table, is_table=True)
+        yield _Job("embed", ("embed",), 0, table, is_table=True, narrows=narrows)
     for layer in range(spec.num_layers):
         for name, roles in LINEARS.items():
-            yield _Job(f"layers.{layer}.{name}", roles, layer, target)
+            yield _Job(f"layers.{layer}.{name}", roles, layer, form)
+
+
+def _is_quantized(model: Model) -> bool:
+    """Whether most linears of the file are quantized; a few may have been kept in floats."""
+    names = [
+        model.file_name(role, layer)
+        for layer in range(model.spec.num_layers)
+        for roles in LINEARS.values()
+        for role in roles
+    ]
+    floats = sum(model.checkpoint.info(name).dtype in _FLOATS for name in names)
+    return 2 * floats < len(names)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,8 +252,11 @@ def _part(source: SourceTensor, job: _Job) -> Converted:
     target = job.target
     if job.is_table:
         source = _looked_up(source)
-        target = _table_format(source) if target is None else target
-    return convert(source, own_format(source) if target is None else target)
+    if target is None:
+        target = _table_format(source) if job.is_table else own_format(source)
+        if job.narrows and target.bits == 16:
+            return dataclasses.replace(convert(source, TABLE_FORMAT), note=_NARROWED)
+    return convert(source, target)
 
 
 def _fused(parts: list[Converted]) -> Converted:
@@ -286,9 +311,9 @@ def _form(tensors: Mapping[str, PackedTensor]) -> str:
     return "+".join(name for name, _ in forms.most_common())
 
 
-def _notes(tensors: Mapping[str, PackedTensor], target: WeightFormat | None) -> list[str]:
+def _notes(tensors: Mapping[str, PackedTensor], target: Target) -> list[str]:
     """Lines for the user: what was not kept exactly although the file's own grid was asked for."""
-    if target is not None:
+    if target.form is not None:
         return []
     changed = [t for t in tensors.values() if t.kind != "f32" and not t.exact]
     if not changed:

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from trivet.checkpoint.formats.compressed_tensors import INT8_ROWS
 from trivet.checkpoint.packed import PackedFile
 from trivet.checkpoint.source import bf16_to_float
-from trivet.config import PAGE_TOKENS, RowRule, Scheme, WeightFormat
+from trivet.config import PAGE_TOKENS, RowRule, Scheme, WeightFormat, own_or_format
 from trivet.errors import QuantError
 from trivet.evaluate.results import CheckResult, Finding, Kind
 from trivet.loader import LoadedModel
@@ -117,7 +117,7 @@ def check(
             "weights", "weights", Kind.MODEL, Finding.NOT_APPLICABLE,
             "weights: another architecture than the baseline's",
         )  # fmt: skip
-    asked = None if candidate.config.weights == "auto" else candidate.config.weights
+    asked = own_or_format(candidate.config.weights)
     inputs = _inputs(baseline, text_ids)
 
     def compare(pair: _Pair) -> _Audit:
@@ -127,12 +127,8 @@ def check(
             _compare_floats(part, name, own, base)
             return part
         form = own.tensors[pair.own].format
-        if (
-            asked is not None
-            and name.startswith("layers.")
-            and form != (WeightFormat.parse(asked).name)
-        ):
-            part.faults.append(f"{name} is {form}, not {asked}")
+        if asked is not None and name.startswith("layers.") and form != asked.name:
+            part.faults.append(f"{name} is {form}, not {asked.name}")
         _compare_weight(part, pair, own, base, inputs.get(name))
         return part
 
