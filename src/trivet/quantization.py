@@ -58,6 +58,7 @@ FORMATS = ("native", *FOLDER_FORMATS)
 GATES = ("fast", "full", "off")
 NATIVE = "compressed-tensors"  # what `native` writes: the engine keeps it as it is
 Progress = Callable[[str, float, float], None]
+_SAMPLES, _IMPORTANCE_SAMPLES = 128, 32  # windows, unless the caller says
 _MAX_SAMPLES = 1 << 20
 _PROCESS_BYTES = 160 << 20  # of the interpreter with numpy and the native core
 
@@ -172,7 +173,7 @@ def quantize(
     damp: float = 0.01,
     format: str = "native",
     traffic: str | os.PathLike[str] | None = None,
-    samples: int = 128,
+    samples: int | None = None,
     window: int = 512,
     general_share: float = 0.25,
     seed: int = 0,
@@ -195,7 +196,8 @@ def quantize(
     model       folder, .gguf file, hub id or ``demo``       output  must not exist
     method      one of `METHODS`; group_size None: the whole row
     traffic     JSONL of prompts or chats, or plain text; None: prose and code of the Python library
-    samples     windows of ``window`` tokens to calibrate on
+    samples     windows of ``window`` tokens to calibrate on; None: 128, and 32 for ``kquant``, whose
+                importance is a mean of squares for each column and settles sooner
     max_bytes   no tensor bytes above this; with auto, the budget it works under
     keep        ``REGEX=FORMAT`` for linears that get another format
     gate        ``fast``, ``full`` or ``off``
@@ -209,6 +211,8 @@ def quantize(
     """
     if gate not in GATES:
         raise ConfigError("gate", gate, ", ".join(GATES))
+    if samples is None:
+        samples = _IMPORTANCE_SAMPLES if method == "kquant" else _SAMPLES
     if not 1 <= samples <= _MAX_SAMPLES:
         raise ConfigError("samples", samples, f"1 to {_MAX_SAMPLES}")
     target = Path(output)

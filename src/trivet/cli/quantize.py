@@ -68,7 +68,12 @@ if TYPE_CHECKING:
     type=options.PATH,
     help="Calibrate on these prompts or chats (JSONL) or this text.  [default: prose and code]",
 )
-@click.option("--samples", metavar="N", default=128, help="Windows to calibrate on.")
+@click.option(
+    "--samples",
+    metavar="N",
+    type=int,
+    help="Windows to calibrate on.  [default: 128; 32 for kquant]",
+)
 @click.option("--window", metavar="N", default=512, help="Tokens of one window at most.")
 @click.option(
     "--general-share",
@@ -120,7 +125,7 @@ def quantize(
     fp8: str,
     format: str,
     traffic: Path | None,
-    samples: int,
+    samples: int | None,
     window: int,
     general_share: float,
     seed: int,
