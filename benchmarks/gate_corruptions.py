@@ -30,9 +30,9 @@ from trivet.evaluate.subject import LocalSubject
 from trivet.loader import load_model
 
 GOOD = (
-    ("auto", "bf16"), ("w8a8", "bf16"), ("w8a8-g32", "bf16"), ("w8a8-g64", "bf16"),
-    ("bf16", "bf16"), ("bf16", "int8"), ("auto", "int8"), ("w8a8", "int8"), ("w8a8-g32", "int8"),
-    ("w4a16-g32-min", "bf16"),
+    ("auto", "bf16"), ("auto", "int8"), ("w8a8", "bf16"), ("w8a8", "int8"), ("bf16", "int8"),
+    ("bf16", "fp8"), ("w4a16-g32-min", "bf16"), ("w4a16-g32-min", "int8"), ("w8a8-g32", "bf16"),
+    ("w8a8-g32", "int8"), ("w8a8-g64", "bf16"), ("w4a16-g32-min", "fp8"),
 )  # fmt: skip
 TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps in the sun. " * 20
 

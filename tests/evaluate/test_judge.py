@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -13,6 +14,7 @@ from support.toy_runner import ToyRunner
 from trivet.errors import EndpointError, EngineError
 from trivet.evaluate import sandbox
 from trivet.evaluate.builtin_tasks import builtin_tasks
+from trivet.evaluate.checks.choice import probability
 from trivet.evaluate.checks.judge import MIN_ITEMS, Answer, judge_answers
 from trivet.evaluate.checks.passkey import NUM_KEYS
 from trivet.evaluate.corpora import Corpus
@@ -21,7 +23,7 @@ from trivet.evaluate.gating import SIZES, Gate, GateOptions, add_tasks, finish, 
 from trivet.evaluate.next_step import Recipe, next_step
 from trivet.evaluate.quality import unmeasured
 from trivet.evaluate.results import CheckResult, Finding, Kind, Verdict
-from trivet.evaluate.subject import LocalSubject
+from trivet.evaluate.subject import LocalSubject, Score
 from trivet.evaluate.task import Form
 
 
@@ -54,6 +56,22 @@ def test_expected_accuracy_decides_with_few_items() -> None:
     assert _judge(base, near).finding is Finding.PASS
     assert _judge(base, far).finding is Finding.REJECT
     assert _judge(base[:10], near[:10]).finding is Finding.UNDECIDED
+
+
+def test_an_expectation_far_below_the_accuracy_decides_nothing() -> None:
+    """Drawing hardly ever gives the answers that greedy decoding gives: the counts are left."""
+    base, own = _answers(30, 30, 0.19), _answers(30, 30, 0.10)
+    assert _judge(base, own).finding is Finding.UNDECIDED
+    assert _judge(base, own).metrics["expected_drop"] is None
+    assert _judge(_answers(30, 30, 0.25), _answers(30, 30, 0.20)).finding is Finding.REJECT
+
+
+def test_a_line_may_be_ended_in_any_way() -> None:
+    likely, end = math.log(0.9), math.log(0.01)
+    assert probability("text\n", Score((likely, end), True)) == pytest.approx(0.9)
+    assert probability("text;", Score((likely, end), True)) == pytest.approx(0.009)
+    assert probability("\n", Score((end,), True)) == pytest.approx(0.01)
+    assert probability("text", Score((likely, -math.inf), False)) == 0.0
 
 
 def test_a_model_that_computes_no_numbers_is_rejected() -> None:

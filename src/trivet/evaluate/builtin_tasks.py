@@ -392,7 +392,7 @@ def _records(rng: random.Random, num_items: int) -> Task:
     items = []
     for count in _shared_out(num_items, 2):
         examples = (one() for _ in range(2))
-        shots = "".join(f"{text}\n{json.dumps(record)}\n\n" for text, record in examples)
+        shots = "".join(f"{text}\n{json.dumps(record)}\n" for text, record in examples)
         items += [
             Item(
                 (Prompt(f"{shots}{text}\n"),),

@@ -346,8 +346,8 @@ def _entry(value: float | None, top: Mapping[str, float] | None) -> _Entry:
 
 def _score(entries: Sequence[_Entry]) -> Score:
     """A continuation's tokens; what is no number counts as impossible."""
-    values = [e.logprob if math.isfinite(e.logprob) else -math.inf for e in entries]
-    return Score(sum(values), len(values), all(entry.is_best for entry in entries))
+    values = (e.logprob if math.isfinite(e.logprob) else -math.inf for e in entries)
+    return Score(tuple(values), all(entry.is_best for entry in entries))
 
 
 def _generated(choice: Mapping[str, Any], stops: Sequence[str]) -> Generated:

@@ -508,7 +508,7 @@ def add_tasks(gate: Gate, candidate: Subject, baseline: Subject, tasks: Sequence
             return [
                 judge_answers(
                     task.form.value, task.name, task.kind, asked.chance, known, own_known,
-                    seed=options.seed, level=level, is_bound=task.form in answers.FORMS,
+                    seed=options.seed, level=level,
                 )
             ]  # fmt: skip
 

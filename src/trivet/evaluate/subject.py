@@ -63,11 +63,18 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """A continuation's log-probability in nats, its tokens, and whether each was the most likely."""
+    """A continuation: its tokens' log-probabilities in nats, and whether each was the most likely."""
 
-    logprob: float
-    num_tokens: int
+    logprobs: tuple[float, ...]
     is_greedy: bool
+
+    @property
+    def logprob(self) -> float:
+        return sum(self.logprobs)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.logprobs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -602,9 +609,7 @@ class _Growing:
 
 
 def _score(entries: Sequence[_Entry]) -> Score:
-    return Score(
-        sum(value for value, _ in entries), len(entries), all(is_best for _, is_best in entries)
-    )
+    return Score(tuple(value for value, _ in entries), all(is_best for _, is_best in entries))
 
 
 def _finite(logprob: float) -> float:

@@ -67,7 +67,9 @@ def answer(
     texts: list[Generated | None] = [None] * len(items)
     if task.form is not Form.WORKED and all(_is_short(item.answer) for item in items):
         scores = subject.score([[(item.prompts[0], item.answer)] for item in items], advance)
-        expected = [probability(found[0]) for found in scores]
+        expected = [
+            probability(item.answer, found[0]) for item, found in zip(items, scores, strict=True)
+        ]
         for at, [score] in enumerate(scores):
             if score.is_greedy and score.num_tokens <= task.max_tokens:
                 texts[at] = _cut(items[at].answer, task.stops)
@@ -133,7 +135,7 @@ def _with_expectation(
     )
     for (at, new), found in zip(by_item.items(), scores, strict=True):
         for text, score in zip(new, found, strict=True):
-            known[at][text] = probability(score)
+            known[at][text] = probability(text, score)
     return [
         dataclasses.replace(answer, expected=min(1.0, sum(known[at][text] for text in of_item)))
         for at, (answer, of_item) in enumerate(zip(answers, texts, strict=True))

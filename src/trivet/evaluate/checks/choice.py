@@ -23,7 +23,10 @@ def answer(subject: Subject, task: Task, advance: Callable[[int], None]) -> list
     """Answers to all items of a task of one of FORMS."""
     scores = subject.score([pairs_of(item) for item in task.items], advance)
     if task.form is Form.EXACT:
-        return [exact_answer(found[0]) for found in scores]
+        return [
+            Answer(found[0].is_greedy, probability(item.answer, found[0]))
+            for item, found in zip(task.items, scores, strict=True)
+        ]
     return [_choose(item, found) for item, found in zip(task.items, scores, strict=True)]
 
 
@@ -34,14 +37,13 @@ def pairs_of(item: Item) -> list[tuple[Prompt, str]]:
     return [(prompt, choice) for prompt in item.prompts for choice in item.choices]
 
 
-def exact_answer(score: Score) -> Answer:
-    """Whether greedy decoding gives the answer, and the answer's probability."""
-    return Answer(score.is_greedy, probability(score))
+def probability(text: str, score: Score) -> float:
+    """Of drawing a text.
 
-
-def probability(score: Score) -> float:
-    """Of drawing a continuation."""
-    return math.exp(min(0.0, score.logprob))
+    White space at its end is not counted: a line can be ended in many ways, each as right.
+    """
+    has_end = score.num_tokens > 1 and text[-1:].isspace()
+    return math.exp(min(0.0, sum(score.logprobs[:-1] if has_end else score.logprobs)))
 
 
 def _choose(item: Item, scores: Sequence[Score]) -> Answer:
