@@ -19,7 +19,7 @@ from support.tiny_models import VARIANTS, build_folder, build_gguf, weights_of
 from trivet.checkpoint import cache as cache_module
 from trivet.checkpoint import resolve_model
 from trivet.checkpoint.packed import PackedFile, PackedWriter
-from trivet.config import WeightFormat, own_or_format
+from trivet.config import own_or_format
 from trivet.errors import CheckpointError, ConfigError
 from trivet.models import open_model, rope_tables
 from trivet.models.reference import to_float

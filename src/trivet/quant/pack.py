@@ -27,7 +27,7 @@ from trivet.checkpoint.source import FloatMatrix
 from trivet.checkpoint.tokenizer import TokenizerData, quick_json
 from trivet.config import Scheme, WeightFormat
 from trivet.errors import CheckpointError, QuantError
-from trivet.models import Model, ModelSpec, rope_tables
+from trivet.models import Model, rope_tables
 from trivet.native.packing import (
     LINEARS,
     Layout,
