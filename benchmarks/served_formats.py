@@ -6,8 +6,8 @@
 Every case rounds the model to a format, writes it and runs it in the form that `trivet info` names;
 beside it runs the engine's own format of that width, packed from the same floats. Both decode one row
 at 256 tokens of context and read a prompt of 256, alternately; the figures are medians of the rounds
-and their ratio. The head is as stored, in most folders bf16, where the native format has one of 8 bits
-(``heads``). Prints a table, and the result's JSON as the last line.
+and their ratio; ``heads`` names the form of both heads. Prints a table, and the result's JSON as the
+last line.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def make(case: Case, source: Path, path: Path) -> Path:
     """Round and write the float folder. Returns what the engine is given."""
     if case.format == "gguf":
         quantize(
-            str(source), path, method="kquant", format=f"gguf:{case.target}",
+            str(source), path, method="rtn", format=f"gguf:{case.target}",
             gate="off", requantize=True,
         )  # fmt: skip
         return next(path.glob("*.gguf"))

@@ -347,6 +347,15 @@ def test_gguf_files_are_made_with_their_proof(source: Path, tmp_path: Path, meth
     assert (max(tokens) > 500) == (method == "kquant")
 
 
+@pytest.mark.parametrize(("method", "windows"), [("kquant", 32), ("gptq", 128)])
+def test_how_much_is_calibrated_on_unless_said(
+    source: Path, tmp_path: Path, method: str, windows: int
+) -> None:
+    settings = {**QUICK, "method": method, "samples": None, "window": 16}
+    quantize(source, tmp_path / "out", **settings)
+    assert proof_of(tmp_path / "out")["calibration"]["tokens_asked"] == 16 * windows
+
+
 def test_a_model_goes_to_gguf_and_back_without_a_change(source: Path, tmp_path: Path) -> None:
     to = quantize(source, tmp_path / "there", method="none", format="gguf:own", **QUICK)
     assert to.path is not None
