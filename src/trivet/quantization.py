@@ -28,6 +28,7 @@ from trivet.models.gguf_export import plan_gguf
 from trivet.models.load import Model, matrix_shapes
 from trivet.quant.blas import Workers, single_threaded
 from trivet.quant.calibrate import CalibrationConfig
+from trivet.quant.folder import Outcome
 from trivet.quant.gguf import (
     FILE_NAME,
     PREFIX,
@@ -40,7 +41,7 @@ from trivet.quant.gguf import (
 from trivet.quant.grid import Grid
 from trivet.quant.methods.activations import parse_activations
 from trivet.quant.methods.gptq import GptqConfig
-from trivet.quant.pipeline import Outcome, Recipe, quantize_model, require_unquantized
+from trivet.quant.pipeline import quantize_model, require_unquantized
 from trivet.quant.plan import (
     FP8_BLOCKS,
     INT8_ROWS,
@@ -52,6 +53,7 @@ from trivet.quant.plan import (
     make_plan,
     parse_target,
 )
+from trivet.quant.recipe import Recipe
 from trivet.sizing import available_threads
 
 FORMATS = ("native", *FOLDER_FORMATS)

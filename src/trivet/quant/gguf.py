@@ -18,9 +18,10 @@ from trivet.models import Model, open_model
 from trivet.models.gguf_export import OWN, GGUFPlan, WrittenGGUF, plan_gguf, write_gguf
 from trivet.models.gguf_import import gguf_to_folder
 from trivet.quant.calibrate import CalibrationConfig, CalibrationSet
+from trivet.quant.finished import VERSION
+from trivet.quant.folder import PROOF_FILE, Outcome
 from trivet.quant.imatrix import collect_imatrix
 from trivet.quant.load import load_packed
-from trivet.quant.pipeline import PROOF_FILE, VERSION, Outcome
 from trivet.quant.plan import answer
 
 PREFIX = "gguf:"
