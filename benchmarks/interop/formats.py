@@ -10,8 +10,9 @@ environments of their own under build/interop. Compared are the
 distributions over windows of text (KL from the loader to Trivet over the loader's most likely tokens
 and the rest as one) and greedy continuations, with Trivet in two forms: ``auto``, the folder's own
 grid with activations in 8 bits, and ``bf16``, the same weights in 16 bits, where only the folder's
-values count. A loader that refuses a folder is reported with its words. Exit code 1: a folder that
-should load does not, or its KL to the bf16 form is above the limit.
+values count. A loader that refuses a folder is reported with its words. With ``--cases`` the other
+cases of an output file stay; each says its commit. Exit code 1: a folder that should load does not,
+or its KL to the bf16 form is above the limit.
 """
 
 from __future__ import annotations
@@ -197,7 +198,7 @@ def main() -> int:
     """Run all cases; see the module."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-o", "--output", type=Path, required=True)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=CASES)
     parser.add_argument("--loaders", nargs="+", choices=MAX_KL, default=list(MAX_KL))
     arguments = parser.parse_args()
     folders = WORK / "formats"
@@ -219,19 +220,22 @@ def main() -> int:
     result: dict[str, Any] = {
         "what": (__doc__ or "").splitlines()[0],
         "model": "demo",
-        "commit": commit,
         "machine": describe_machine(),
         "job": {"window": WINDOW, "windows": len(windows), "prompts": len(prompts), "top": TOP},
         "limits": MAX_KL,
         "cases": {},
     }
+    if arguments.cases and arguments.output.exists():
+        result["cases"] = json.loads(arguments.output.read_text())["cases"]
     is_good = True
-    for case in arguments.cases:
+    for case in arguments.cases or CASES:
         format, options, _ = CASES[case]
         folder = folders / f"{case}.{os.getpid()}"  # several runs may go side by side
         answers = make_folder(source, folder, case)
         size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        entry: dict[str, Any] = {"format": format, "options": options, "bytes": size}
+        entry: dict[str, Any] = {
+            "format": format, "options": options, "bytes": size, "commit": commit,
+        }  # fmt: skip
         result["cases"][case] = entry
         loads = {}
         for loader in arguments.loaders:
