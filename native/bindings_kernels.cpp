@@ -2,6 +2,7 @@
 // model's forward uses the same tables and pool without passing through here.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 #include <sched.h>
@@ -10,6 +11,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -19,6 +21,7 @@
 #include "core/dispatch.h"
 #include "core/fp_state.h"
 #include "core/thread_pool.h"
+#include "kernels/feedback/feedback.h"
 #include "kernels/math/math.h"
 #include "kernels/quantize/kv_codes.h"
 #include "kernels/stream/stream.h"
@@ -225,6 +228,91 @@ void attention_finish(const std::string& level, const Array<const float, 1>& l,
                               l.data(), o.data(), out.data(), static_cast<ptrdiff_t>(out.shape(1)));
 }
 
+const FeedbackKernels& feedback_table(const std::string& level) {
+#ifdef TRIVET_X86
+    switch (parse_level(level)) {
+        case Level::kAvx2:
+            return avx2::feedback_kernels;
+        case Level::kAvx512:
+        case Level::kAmx:
+            return avx512::feedback_kernels;
+        default:
+            break;
+    }
+#endif
+    return generic::feedback_kernels;
+}
+
+using Rows = Array<float, 2>;
+using ConstRows = Array<const float, 2>;
+
+// Checks what both kinds of panels are given. groups, and what `places` must be, are below `limit`.
+FeedbackPanel feedback_panel(const ConstRows& matrix, const Rows& target,
+                             const Array<const int32_t, 1>& groups, const ConstRows& scales,
+                             const ConstRows& inverse, const std::optional<ConstRows>& zeros,
+                             float middle, int32_t low, int32_t high, int32_t begin, int32_t end,
+                             const Array<uint8_t, 2>& codes, const Rows& changes) {
+    const size_t columns = target.shape(0), rows = target.shape(1);
+    require(matrix.shape(0) == columns && matrix.shape(1) == columns && groups.size() == columns &&
+                codes.shape(0) == columns && codes.shape(1) == rows,
+            "target and codes are [columns, rows], matrix [columns, columns], groups [columns]");
+    require(scales.shape(1) == rows && inverse.shape(0) == scales.shape(0) &&
+                inverse.shape(1) == rows &&
+                (!zeros || (zeros->shape(0) == scales.shape(0) && zeros->shape(1) == rows)),
+            "scales, inverse and zeros are [groups, rows]");
+    for (size_t j = 0; j < columns; ++j) {
+        require(groups.data()[j] >= 0 && groups.data()[j] < static_cast<int64_t>(scales.shape(0)),
+                "groups lie in scales");
+    }
+    require(0 <= begin && begin <= end && end <= static_cast<int64_t>(columns),
+            "begin and end lie in the columns");
+    require(changes.shape(0) >= static_cast<size_t>(end - begin) && changes.shape(1) == rows,
+            "changes is [end - begin, rows] or longer");
+    require(0 <= low && low <= high && high <= 255, "codes are bytes");
+    return {{scales.data(), inverse.data(), zeros ? zeros->data() : nullptr, middle,
+             static_cast<float>(low), static_cast<float>(high), groups.data()},
+            static_cast<int64_t>(rows),
+            static_cast<int32_t>(columns),
+            begin,
+            end,
+            matrix.data(),
+            target.data(),
+            codes.data(),
+            changes.data()};
+}
+
+void gptq_panel(const std::string& level, const ConstRows& upper, const Rows& left,
+                const Array<const int32_t, 1>& places, const Array<const int32_t, 1>& groups,
+                const ConstRows& scales, const ConstRows& inverse,
+                const std::optional<ConstRows>& zeros, float middle, int32_t low, int32_t high,
+                int32_t begin, int32_t end, const Array<uint8_t, 2>& codes, const Rows& errors) {
+    const FeedbackPanel panel = feedback_panel(upper, left, groups, scales, inverse, zeros, middle,
+                                               low, high, begin, end, codes, errors);
+    require(places.size() == left.shape(0), "places is [columns]");
+    for (size_t j = 0; j < places.size(); ++j) {
+        require(places.data()[j] >= 0 && places.data()[j] < panel.columns,
+                "places lie in the columns");
+    }
+    const FeedbackKernels& table = feedback_table(level);
+    const nb::gil_scoped_release release;
+    table.gptq(panel, places.data(), 0, panel.rows);
+}
+
+void descend_panel(const std::string& level, const ConstRows& gram, const Rows& slope,
+                   const ConstRows& values, const Array<const int32_t, 1>& groups,
+                   const ConstRows& scales, const ConstRows& inverse,
+                   const std::optional<ConstRows>& zeros, float middle, int32_t low, int32_t high,
+                   int32_t begin, int32_t end, const Array<uint8_t, 2>& codes,
+                   const Rows& changes) {
+    const FeedbackPanel panel = feedback_panel(gram, slope, groups, scales, inverse, zeros, middle,
+                                               low, high, begin, end, codes, changes);
+    require(values.shape(0) == slope.shape(0) && values.shape(1) == slope.shape(1),
+            "values is like slope");
+    const FeedbackKernels& table = feedback_table(level);
+    const nb::gil_scoped_release release;
+    table.descend(panel, values.data(), 0, panel.rows);
+}
+
 uint64_t stream_sum(const std::string& level, const Array<const uint64_t, 1>& words) {
     require(words.size() % 16 == 0, "words come in sixteens");
     require(words.size() == 0 || reinterpret_cast<uintptr_t>(words.data()) % 64 == 0,
@@ -289,6 +377,16 @@ void bind_kernels(nb::module_& m) {
           "l"_a, "o"_a, "Takes a later span into m, l and o.");
     m.def("kernel_attention_finish", attention_finish, "level"_a, "l"_a, "o"_a, "out"_a,
           "o / l into out.");
+    m.def("gptq_panel", gptq_panel, "level"_a, "upper"_a, "left"_a, "places"_a, "groups"_a,
+          "scales"_a, "inverse"_a, "zeros"_a.none(), "middle"_a, "low"_a, "high"_a, "begin"_a,
+          "end"_a, "codes"_a, "errors"_a,
+          "Columns [begin, end) of GPTQ's pass; changes left and writes codes and errors.");
+    m.def(
+        "descend_panel", descend_panel, "level"_a, "gram"_a, "slope"_a, "values"_a, "groups"_a,
+        "scales"_a, "inverse"_a, "zeros"_a.none(), "middle"_a, "low"_a, "high"_a, "begin"_a,
+        "end"_a, "codes"_a, "changes"_a,
+        "Columns [begin, end) of a sweep of coordinate descent; changes slope and writes codes and "
+        "changes.");
     m.def("kernel_stream", stream_sum, "level"_a, "words"_a, "The sum of the words modulo 2^64.");
     m.def("pool_loops", pool_loops, "num_threads"_a, "num_loops"_a, "pause_s"_a,
           "Seconds of each of num_loops empty pool loops, pause_s of sleep before each.");

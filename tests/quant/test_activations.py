@@ -361,7 +361,7 @@ def test_the_error_is_that_of_the_contract(rule: str) -> None:
     x[:, [7, 50, 51]] *= 40
     x[4] = 0
     form = parse_activations(rule, 96)
-    decided = InputRule.of(form, InputStats.of(x[:10]))
+    decided = InputRule.of(form, InputStats.of(x[:10], sizes=True))
     kept = x.copy()
     if decided.outliers is not None:
         assert sorted(decided.outliers.tolist()) == [7, 50, 51]

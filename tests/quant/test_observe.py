@@ -99,8 +99,8 @@ def test_sums_do_not_depend_on_threads_and_padding_is_never_there(tmp_path: Path
 
 def test_sums_are_the_sums() -> None:
     x = np.random.default_rng(0).standard_normal((30, 5)).astype(np.float32)
-    sums = InputStats.of(x[:10])
-    sums.add(InputStats.of(x[10:]))
+    sums = InputStats.of(x[:10], sizes=True)
+    sums.add(InputStats.of(x[10:], sizes=True))
     np.testing.assert_allclose(sums.gram, x.astype(float).T @ x.astype(float), rtol=1e-5)
     np.testing.assert_array_equal(sums.absmax, np.abs(x).max(axis=0))
     np.testing.assert_allclose(sums.abs_sum, np.abs(x).sum(axis=0), rtol=1e-5)

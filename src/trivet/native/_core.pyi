@@ -46,6 +46,16 @@ def kernel_attention_merge(level: str, m2: Annotated[NDArray[numpy.float32], dic
 def kernel_attention_finish(level: str, l: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], o: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu')]) -> None:
     """o / l into out."""
 
+def gptq_panel(level: str, upper: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], left: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu')], places: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], groups: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], scales: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], inverse: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], zeros: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)] | None, middle: float, low: int, high: int, begin: int, end: int, codes: Annotated[NDArray[numpy.uint8], dict(shape=(None, None), order='C', device='cpu')], errors: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu')]) -> None:
+    """
+    Columns [begin, end) of GPTQ's pass; changes left and writes codes and errors.
+    """
+
+def descend_panel(level: str, gram: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], slope: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu')], values: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], groups: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], scales: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], inverse: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], zeros: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)] | None, middle: float, low: int, high: int, begin: int, end: int, codes: Annotated[NDArray[numpy.uint8], dict(shape=(None, None), order='C', device='cpu')], changes: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu')]) -> None:
+    """
+    Columns [begin, end) of a sweep of coordinate descent; changes slope and writes codes and changes.
+    """
+
 def kernel_stream(level: str, words: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> int:
     """The sum of the words modulo 2^64."""
 

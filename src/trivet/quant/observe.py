@@ -50,6 +50,8 @@ class InputStats:
 
     gram     float64 [K, K], sum of x xᵀ        absmax  float32 [K]
     abs_sum  float64 [K], sum of |x|            tokens  how many rows
+
+    absmax and abs_sum are zeros where they were not asked for.
     """
 
     gram: Float64
@@ -62,15 +64,16 @@ class InputStats:
         return cls(np.zeros((width, width)), np.zeros(width, np.float32), np.zeros(width))
 
     @classmethod
-    def of(cls, x: Float32) -> InputStats:
+    def of(cls, x: Float32, *, sizes: bool) -> InputStats:
         """Of one batch float32 [R, K]. Products are summed in float32 within a batch."""
-        size = np.abs(x)
-        return cls(
-            (x.T @ x).astype(np.float64),
-            size.max(axis=0),
-            size.sum(axis=0, dtype=np.float64),
-            len(x),
-        )
+        width = x.shape[1]
+        gram = (x.T @ x).astype(np.float64)
+        stats = cls(gram, np.zeros(width, np.float32), np.zeros(width), len(x))
+        if sizes:
+            size = np.abs(x)
+            stats.absmax = size.max(axis=0)
+            stats.abs_sum = size.sum(axis=0, dtype=np.float64)
+        return stats
 
     def add(self, other: InputStats) -> None:
         self.gram += other.gram
@@ -354,14 +357,18 @@ class Stream:
         width: int,
         *,
         keep: bool = False,
+        sizes: bool = True,
     ) -> tuple[InputStats, InputStats, list[Float32]]:
-        """Sums over the calibration part and over the part held out; the inputs too when kept."""
+        """Sums over the calibration part and over the part held out; the inputs too when kept.
+
+        sizes  whether magnitudes are wanted beside products
+        """
         sums = {False: InputStats.empty(width), True: InputStats.empty(width)}
         kept: list[Float32] = []
 
         def look(index: int) -> tuple[Float32 | None, InputStats]:
             x = inputs(index) if callable(inputs) else inputs[index]
-            return (x if keep else None), InputStats.of(x)
+            return (x if keep else None), InputStats.of(x, sizes=sizes)
 
         indices = range(len(self.batches))
         for index, (x, stats) in enumerate(self.workers.map(look, indices)):

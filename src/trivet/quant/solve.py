@@ -109,7 +109,8 @@ def _calibrated_layer(
     source = weights.copy()
 
     def solve(point: str, width: int, inputs: Inputs, *, keep: bool = False) -> list[Float32]:
-        stats, held_out, kept = stream.observe(inputs, width, keep=keep)
+        sizes = recipe.activations is not None
+        stats, held_out, kept = stream.observe(inputs, width, keep=keep, sizes=sizes)
         seen = _Seen(stats, held_out)
         rules = _input_rules(recipe, stats)
         changes = _rounding(stream, kept or inputs, width, rules)

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from trivet.checkpoint.formats.grid import CodeGrid
 from trivet.errors import ConfigError, QuantError
+from trivet.native.rounding import ColumnGrid, descend_panel, gptq_panel
 from trivet.quant.blas import Workers
 from trivet.quant.grid import Float32, Grid, code_grid, dequantize
 from trivet.quant.methods.rtn import assign, find_scales
@@ -197,16 +198,19 @@ def _row_runs(rows: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(edges))
 
 
-def _per_column(
-    scales: NDArray[np.float16] | Float32, zeros: NDArray[np.uint8] | None, grid: Grid
-) -> tuple[Float32, Float32, Float32 | np.float32]:
-    """Scales, their inverses and zero points by group, float32 [G, N] (columns run along rows)."""
+def _column_grid(
+    scales: NDArray[np.float16] | Float32,
+    zeros: NDArray[np.uint8] | None,
+    grid: Grid,
+    groups: NDArray[np.intp],
+) -> ColumnGrid:
+    """A grid as the kernels take it. groups [K]: of each column, in the order of the steps."""
     wide = np.ascontiguousarray(scales.astype(np.float32).T)
     safe = np.where(wide == 0, np.float32(1), wide)
     inverse = np.where(wide == 0, np.float32(0), np.float32(1) / safe)
-    if zeros is None:
-        return wide, inverse, np.float32(grid.middle)
-    return wide, inverse, np.ascontiguousarray(zeros.astype(np.float32).T)
+    shift = None if zeros is None else np.ascontiguousarray(zeros.astype(np.float32).T)
+    low, high, middle = int(grid.min_code), int(grid.max_code), float(grid.middle)
+    return ColumnGrid(wide, inverse, shift, middle, low, high, groups.astype(np.int32))
 
 
 def _panels(columns: int) -> Iterator[tuple[int, int]]:
@@ -227,22 +231,11 @@ def _columns(
     rows, columns = weight.shape
     left = np.ascontiguousarray(weight.T[order])  # [K, N]: a column of the weight is contiguous
     codes = np.empty((columns, rows), np.uint8)
-    wide, inverse, shift = _per_column(scales, zeros, grid)
+    columns_of = _column_grid(scales, zeros, grid, order // group)
+    places = order.astype(np.int32)
     errors = np.empty((_PANEL, rows), np.float32)
     for begin, end in _panels(columns):
-        for j in range(begin, end):
-            g = order[j] // group
-            zero = shift if isinstance(shift, np.float32) else shift[g]
-            code = np.rint(left[j] * inverse[g])
-            code += zero
-            code.clip(grid.min_code, grid.max_code, out=code)
-            codes[order[j]] = code
-            code -= zero
-            code *= wide[g]
-            error = errors[j - begin]
-            np.subtract(left[j], code, out=error)
-            error /= upper[j, j]
-            left[j + 1 : end] -= upper[j, j + 1 : end, None] * error
+        gptq_panel(columns_of, upper, left, places, begin, end, codes, errors)
         left[end:] -= upper[begin:end, end:].T @ errors[: end - begin]
     return np.ascontiguousarray(codes.T)
 
@@ -305,27 +298,13 @@ def _descend(weight: Float32, gram: Float32, grid: Grid, quantized: CodeGrid) ->
     """One sweep of coordinate descent over the codes, columns in natural order."""
     rows, columns = weight.shape
     group = columns // quantized.scales.shape[1]
-    wide, inverse, shift = _per_column(quantized.scales, quantized.zeros, grid)
+    columns_of = _column_grid(quantized.scales, quantized.zeros, grid, np.arange(columns) // group)
     values = np.ascontiguousarray(dequantize(quantized).T)
     codes = np.ascontiguousarray(quantized.codes.T)
     slope = gram @ (np.ascontiguousarray(weight.T) - values)  # [K, N]: H (w - q)
     changes = np.empty((_PANEL, rows), np.float32)
     for begin, end in _panels(columns):
-        for j in range(begin, end):
-            g = j // group
-            zero = shift if isinstance(shift, np.float32) else shift[g]
-            wanted = slope[j] / gram[j, j]
-            wanted += values[j]
-            wanted *= inverse[g]
-            np.rint(wanted, out=wanted)
-            wanted += zero
-            wanted.clip(grid.min_code, grid.max_code, out=wanted)
-            codes[j] = wanted
-            wanted -= zero
-            wanted *= wide[g]
-            change = changes[j - begin]
-            np.subtract(wanted, values[j], out=change)
-            slope[j:end] -= gram[j, j:end, None] * change
+        descend_panel(columns_of, gram, slope, values, begin, end, codes, changes)
         if end < columns:
             slope[end:] -= gram[end:, begin:end] @ changes[: end - begin]
     return np.ascontiguousarray(codes.T)
