@@ -5,7 +5,8 @@ Every run is quantized, measured and written to the result file before the next 
 there already is left as it is, and one that was stopped goes on at the layer it had reached. So the
 table can be made in pieces of any length. The weights are read as bf16 (``weights``), so that they
 alone are measured, and as the engine runs them (``served``), activations in 8 bits included. A model
-is NAME=PATH; its name stands in the table. Prints the result file's JSON as the last line.
+is NAME=PATH; its name stands in the table. Prints the result file's JSON as the last line; ``--into``
+puts the table into a page, between the lines ``<!-- quantization -->`` and ``<!-- /quantization -->``.
 
     benchmarks/quantization.py a=demo b=build/reference_b -o build/quantized --traffic prompts.jsonl
         --corpus wikitext.txt --run rtn:4:64 --run gptq:4:64 --run kquant:Q4_K_M
@@ -159,12 +160,48 @@ def run_all(options: argparse.Namespace, save: Callable[[dict[str, Any]], None])
     return result
 
 
+def markdown(result: dict[str, Any]) -> str:
+    """All rows as a table, models in order, the least divergence first."""
+    lines = [
+        "| model | run | bytes | perplexity | mean KL | same top token | as served: form, mean KL |"
+        " output error of rounding to nearest's: mean, largest | seconds |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    runs = sorted(
+        result["runs"], key=lambda run: (run["model"], run["weights"]["overall"]["mean_kl"])
+    )
+    for run in runs:
+        found, served = run["weights"]["overall"], run["served"]
+        mean, largest = run["output_error_ratio_mean"], run["output_error_ratio_max"]
+        error = f"{mean:.2f}, {largest:.2f}" if run["tokens"] and mean is not None else ""
+        lines.append(
+            f"| {run['model'].upper()} | `{run['run']}` | {run['bytes']:,} |"
+            f" {found['delta_ppl']:+.2f} | {found['mean_kl']:.4f} |"
+            f" {100 * found['top1_agreement']:.1f} % |"
+            f" `{served['form']}` {served['overall']['mean_kl']:.4f} | {error} |"
+            f" {run['seconds']:.0f} |"
+        )
+    bases = {run["model"].upper(): run["weights"]["overall"] for run in runs}
+    told = ", ".join(f"{name} {base['baseline_perplexity']:.2f}" for name, base in bases.items())
+    return "\n".join([*lines, "", f"Perplexity in bf16: {told}."])
+
+
+def insert(text: str, content: str) -> str:
+    """``text`` with ``content`` between the markers. Raises ValueError without them."""
+    begin, end = "<!-- quantization -->", "<!-- /quantization -->"
+    head, found, rest = text.partition(begin)
+    _, closed, tail = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"{begin} and {end} are not both there")
+    return f"{head}{begin}\n{content}\n{end}{tail}"
+
+
 def main() -> int:
     """Run, keep and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else "")
     parser.add_argument("models", nargs="+", metavar="NAME=MODEL")
     parser.add_argument("-o", "--output", type=Path, required=True, help="where results are made")
-    parser.add_argument("--run", action="append", required=True)
+    parser.add_argument("--run", action="append", default=[])
     parser.add_argument("--result", type=Path, default=Path("benchmarks/results/quantization.json"))
     parser.add_argument("--traffic", type=Path)
     parser.add_argument("--corpus", action="append", type=Path)
@@ -173,6 +210,7 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=list(FORMS))
+    parser.add_argument("--into", type=Path, metavar="PAGE", help="put the table into this page")
     options = parser.parse_args()
     if any("=" not in given for given in options.models):
         parser.error("each model is NAME=MODEL")
@@ -184,7 +222,10 @@ def main() -> int:
     try:
         options.output.mkdir(parents=True, exist_ok=True)
         result = run_all(options, save)
-    except TrivetError as mistake:
+        if options.into is not None:
+            page = options.into.read_text(encoding="utf-8")
+            files.write(options.into, insert(page, markdown(result)))
+    except (TrivetError, ValueError) as mistake:
         print(mistake, file=sys.stderr)
         return 2
     print(json.dumps(result))

@@ -49,6 +49,18 @@ def test_a_table_is_made_in_pieces(tmp_path: Path) -> None:
         assert row["served"]["overall"]["mean_kl"] > 0
     assert both[1]["output_error_ratio_mean"] < 1
     assert both[1]["tokens"] > 0
+    page = tmp_path / "page.md"
+    page.write_text("Before.\n<!-- quantization -->\nold\n<!-- /quantization -->\nAfter.\n")
+    assert run(*words, "--into", page).returncode == 0
+    text = page.read_text()
+    assert text.startswith("Before.\n<!-- quantization -->\n| model |")
+    assert text.endswith("<!-- /quantization -->\nAfter.\n")
+    assert text.count("| B | `") == 3
+    assert "old" not in text
+    page.write_text("no markers")
+    wrong = run(*words, "--into", page)
+    assert wrong.returncode == 2
+    assert "are not both there" in wrong.stderr
     other = run(*words, "--run", "rtn:8:32", "--seed", "1")
     assert other.returncode == 2
     assert "other settings" in other.stderr

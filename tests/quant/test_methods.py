@@ -68,12 +68,12 @@ def gram(x: Float32) -> NDArray[np.float64]:
 @pytest.mark.parametrize(("bits", "place"), list(itertools.product(TABLE, range(3))))
 def test_round_to_nearest_has_the_known_error(bits: int, place: int) -> None:
     group = (32, 64, 128)[place]
-    weight = gaussian(512, 512)
+    weight = gaussian(1024, 512)
     signed, searched, zero_point = (row[place] for row in TABLE[bits])
     nearest = quantize_rtn(weight, Grid(bits, group), search=False)
-    assert relative(weight, dequantize(nearest)) == pytest.approx(signed, rel=0.025)
+    assert relative(weight, dequantize(nearest)) == pytest.approx(signed, rel=0.02)
     asym = quantize_rtn(weight, Grid(bits, group, symmetric=False), search=False)
-    assert relative(weight, dequantize(asym)) == pytest.approx(zero_point, rel=0.025)
+    assert relative(weight, dequantize(asym)) == pytest.approx(zero_point, rel=0.02)
     best = quantize_rtn(weight, Grid(bits, group))
     assert relative(weight, dequantize(best)) <= searched * 1.02
 
