@@ -16,10 +16,10 @@ from trivet.quant.methods.gptq import (
     GptqConfig,
     Hessian,
     _invert_upper,
-    _row_runs,
     output_error,
     quantize_gptq,
     quantize_nearest,
+    row_runs,
 )
 from trivet.quant.methods.rtn import quantize_rtn
 
@@ -139,7 +139,7 @@ def test_gptq_gives_the_same_bits_for_any_number_of_threads() -> None:
 @pytest.mark.parametrize("rows", [1, 64, 159, 160, 576, 700, 1536])
 def test_rows_are_worked_on_in_equal_runs(rows: int) -> None:
     """So that two threads end together; the borders depend on nothing but the rows."""
-    runs = _row_runs(rows)
+    runs = row_runs(rows)
     assert [begin for begin, _ in runs] == [0, *(end for _, end in runs[:-1])]
     assert runs[-1][1] == rows
     sizes = [end - begin for begin, end in runs]
@@ -205,13 +205,17 @@ def test_no_tokens_and_not_finite_inputs_are_refused() -> None:
 
 
 def test_clipping_is_never_worse_on_what_was_seen() -> None:
-    weight = gaussian(64, 128)
+    weight = gaussian(320, 128)
     weight[:, 7] *= 6
     seen, _ = correlated(128, 0.5)
     config, grid = GptqConfig(), Grid(3, 64)
     hessian = Hessian.of(gram(seen), len(seen), config)
-    plain = quantize_clipped(weight, grid, hessian, clip=False)
-    clipped = quantize_clipped(weight, grid, hessian, clip=True)
+    with single_threaded(), Workers(1) as one, Workers(3) as three:
+        plain = quantize_clipped(weight, grid, hessian, one, clip=False)
+        clipped = quantize_clipped(weight, grid, hessian, one, clip=True)
+        again = quantize_clipped(weight, grid, hessian, three, clip=True)
+    np.testing.assert_array_equal(again.codes, clipped.codes)
+    np.testing.assert_array_equal(again.scales, clipped.scales)
     own = np.zeros_like(hessian.gram)  # the search sees each group's own part
     for begin in range(0, 128, 64):
         part = slice(begin, begin + 64)

@@ -277,7 +277,7 @@ def _solve(
     if method in ("gptq", "awq+gptq"):
         result = quantize_gptq(weight, hessian, target, recipe.gptq, workers)
     elif method == "awq":
-        result = quantize_clipped(weight, target, hessian, clip=clip)
+        result = quantize_clipped(weight, target, hessian, workers, clip=clip)
     elif method == "smoothquant":
         result = quantize_nearest(weight, target)
     else:

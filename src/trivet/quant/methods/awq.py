@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from trivet.checkpoint.formats.grid import CodeGrid
 from trivet.models import ModelSpec
 from trivet.quant.blas import Workers
-from trivet.quant.grid import Float32, Grid, dequantize, to_f16_scales
+from trivet.quant.grid import Float32, Grid, dequantize
 from trivet.quant.methods.folds import shared, spread
-from trivet.quant.methods.gptq import Hessian, output_error, quantize_nearest
+from trivet.quant.methods.gptq import Hessian, output_error, quantize_nearest, row_runs
 from trivet.quant.methods.rtn import assign, find_scales
 from trivet.quant.observe import InputStats
 
@@ -80,38 +80,51 @@ def search_factors(
     return Factors(tried[best][1], best / steps, errors[0], errors[best])
 
 
-def quantize_clipped(weight: Float32, grid: Grid, hessian: Hessian, *, clip: bool) -> CodeGrid:
+def quantize_clipped(
+    weight: Float32, grid: Grid, hessian: Hessian, workers: Workers, *, clip: bool
+) -> CodeGrid:
     """Round a weight [N, K] with the range of each group shrunk to what changes its output least."""
-    scales, zeros = find_scales(weight, grid, search=False)
-    best = assign(weight, grid, scales, zeros)
     if not clip:
-        return best
-    rows, columns = weight.shape
+        return quantize_nearest(weight, grid)
+    columns = weight.shape[1]
     group = grid.group_of(columns)
     count = columns // group
     blocks = hessian.gram.reshape(count, group, count, group)
     own = np.stack([blocks[g, :, g] for g in range(count)]).astype(np.float32)  # [G, g, g]
 
-    def errors(quantized: CodeGrid) -> Float32:
-        change = (dequantize(quantized) - weight).reshape(rows, count, group).swapaxes(0, 1)
-        result: Float32 = ((change @ own) * change).sum(axis=2).T
+    def solve(run: tuple[int, int]) -> tuple[NDArray[np.float16], NDArray[np.uint8] | None]:
+        return _clip_search(weight[run[0] : run[1]], grid, own)
+
+    parts = list(workers.map(solve, row_runs(len(weight))))
+    scales = np.concatenate([scales for scales, _ in parts])
+    shifts = [zeros for _, zeros in parts if zeros is not None]
+    return assign(weight, grid, scales, np.concatenate(shifts) if shifts else None)
+
+
+def _clip_search(
+    weight: Float32, grid: Grid, own: Float32
+) -> tuple[NDArray[np.float16], NDArray[np.uint8] | None]:
+    """Scales [N, G] and zero points of rows. own [G, g, g]: each group's part of the Gram matrix."""
+    count, group = own.shape[:2]
+
+    def errors(scales: NDArray[np.float16], zeros: NDArray[np.uint8] | None) -> Float32:
+        change = dequantize(assign(weight, grid, scales, zeros)) - weight
+        by_group = change.reshape(-1, count, group).swapaxes(0, 1)
+        result: Float32 = ((by_group @ own) * by_group).sum(axis=2).T
         return result
 
-    error = errors(best)
+    scales, zeros = find_scales(weight, grid, search=False)
+    error = errors(scales, zeros)
     for share in _CLIPS[1:]:
         limits = _clipped(weight, group, float(share))
         tried_scales, tried_zeros = find_scales(limits, grid, search=False)
-        tried = assign(weight, grid, tried_scales, tried_zeros)
-        better = errors(tried) < error
-        error = np.where(better, errors(tried), error)
+        tried = errors(tried_scales, tried_zeros)
+        better = tried < error
+        error = np.where(better, tried, error)
         scales = np.where(better, tried_scales, scales)
         if zeros is not None and tried_zeros is not None:
             zeros = np.where(better, tried_zeros, zeros)
-    return assign(weight, grid, to_f16_scales(scales.astype(np.float32)), _uint8(zeros))
-
-
-def _uint8(zeros: NDArray[np.uint8] | None) -> NDArray[np.uint8] | None:
-    return None if zeros is None else zeros.astype(np.uint8)
+    return scales, zeros
 
 
 def _clipped(weight: Float32, group: int, share: float) -> Float32:

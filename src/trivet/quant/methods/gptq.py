@@ -141,7 +141,7 @@ def output_error(change: Float32, gram: Float64 | Float32) -> float:
     """tr(E H Eᵀ) of a change of weights [N, K]: the squared change of the outputs."""
     total = 0.0
     small = gram.astype(np.float32)
-    for begin, end in _row_runs(len(change)):
+    for begin, end in row_runs(len(change)):
         part = change[begin:end]
         total += float(np.einsum("ij,ij->i", part @ small, part).sum(dtype=np.float64))
     return max(total, 0.0)
@@ -176,7 +176,7 @@ def quantize_gptq(
         codes = _columns(part, hessian.upper, order, grid, group, scales, zeros)
         return _refined(part, small, grid, code_grid(grid, codes, scales, zeros), config)
 
-    parts = list(workers.map(solve, _row_runs(rows)))
+    parts = list(workers.map(solve, row_runs(rows)))
     codes = np.concatenate([part.codes for part in parts])
     scales = np.concatenate([part.scales for part in parts])
     zeros = None
@@ -191,7 +191,7 @@ def quantize_gptq(
     return code_grid(grid, np.ascontiguousarray(codes[:, places]), scales, zeros, g_idx)
 
 
-def _row_runs(rows: int) -> list[tuple[int, int]]:
+def row_runs(rows: int) -> list[tuple[int, int]]:
     """Rows in equal runs, at least two where there are enough: the borders depend on nothing else."""
     count = max(-(-rows // _ROWS), 2 if rows >= _ROWS // 2 else 1)
     edges = [rows * i // count for i in range(count + 1)]
