@@ -10,6 +10,7 @@ import pytest
 from support.tiny_models import VARIANTS, build_folder
 from trivet.checkpoint.cache import CacheQuery, user_cache, writing
 from trivet.checkpoint.packed import PackedFile
+from trivet.config import WeightFormat
 from trivet.errors import ConfigError
 
 
@@ -29,6 +30,19 @@ def test_what_is_no_file_is_no_cache(tmp_path: Path) -> None:
     query.paths[0].parent.mkdir()
     os.mkfifo(query.paths[0])
     assert query.find(PackedFile.open) == (None, None)
+
+
+def test_all_names_of_a_form_have_one_cache(tmp_path: Path) -> None:
+    """Recipes write the full form; the server must find what `load_packed` made."""
+    folder = build_folder(tmp_path / "model", VARIANTS["llama2"])
+    short, full, form = (
+        CacheQuery.of(folder, weights)
+        for weights in ("w8a8", "w8a8+hadamard64", WeightFormat.parse("w8a8"))
+    )
+    assert short == full == form
+    assert CacheQuery.of(folder, "stored").paths != CacheQuery.of(folder, "auto").paths
+    with pytest.raises(ConfigError, match="weights"):
+        CacheQuery.of(folder, "w9")
 
 
 def test_waiting_for_another_packer_can_be_ended(tmp_path: Path) -> None:

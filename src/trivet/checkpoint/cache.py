@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from trivet.checkpoint.header import CONTRACT_VERSION, PackedHeader
 from trivet.checkpoint.resolve import ModelSource, resolve_model
-from trivet.config import WeightFormat
+from trivet.config import WeightFormat, own_or_format
 from trivet.errors import CheckpointError, ConfigError
 from trivet.files import left_behind
 from trivet.sizing import format_bytes
@@ -94,12 +94,13 @@ class CacheQuery:
 
     @classmethod
     def of(cls, model: str | os.PathLike[str], weights: WeightFormat | str) -> CacheQuery:
-        """For a model by its name; ``weights`` is a format, ``auto`` or ``stored``.
+        """For a model by its name; ``weights`` is a format or its name, ``auto`` or ``stored``.
 
         Raises CheckpointError: there is no such model; ConfigError: TRIVET_CACHE.
         """
         source = resolve_model(model)
-        requested = weights if isinstance(weights, str) else weights.name
+        form = own_or_format(weights) if isinstance(weights, str) else weights
+        requested = str(weights) if form is None else form.name  # a form has more than one name
         return cls(source, cache_key(source, requested), cache_paths(source, requested))
 
     def find(self, opener: Callable[[Path], _Packed]) -> tuple[_Packed | None, str | None]:

@@ -154,7 +154,7 @@ def load_packed(
     Raises CheckpointError, ConfigError or QuantError, each in one line.
     """
     form = own_or_format(weights) if isinstance(weights, str) else weights
-    query = CacheQuery.of(model, weights if form is None else form)
+    query = CacheQuery.of(model, weights)
     found, stale = query.find(PackedFile.open)
     state = "hit"
     if found is None:
