@@ -295,7 +295,7 @@ void gptq_panel(const std::string& level, const ConstRows& upper, const Rows& le
     }
     const FeedbackKernels& table = feedback_table(level);
     const nb::gil_scoped_release release;
-    table.gptq(panel, places.data(), 0, panel.rows);
+    table.gptq(panel, places.data());
 }
 
 void descend_panel(const std::string& level, const ConstRows& gram, const Rows& slope,
@@ -310,7 +310,7 @@ void descend_panel(const std::string& level, const ConstRows& gram, const Rows& 
             "values is like slope");
     const FeedbackKernels& table = feedback_table(level);
     const nb::gil_scoped_release release;
-    table.descend(panel, values.data(), 0, panel.rows);
+    table.descend(panel, values.data());
 }
 
 uint64_t stream_sum(const std::string& level, const Array<const uint64_t, 1>& words) {

@@ -3,9 +3,8 @@
 // descent.
 //
 // A weight's column is a row here: [columns, rows] float32 with the rows of the weight contiguous,
-// so that all arithmetic runs along them and no sum is taken: every level gives the same bits, and
-// any part of the rows may be worked on by itself. No product is fused with a sum. Nothing aliases;
-// no alignment; values are finite.
+// so that all arithmetic runs along them and no sum is taken: every level gives the same bits. No
+// product is fused with a sum. Nothing aliases; no alignment; values are finite.
 #pragma once
 #include <cstdint>
 
@@ -34,12 +33,10 @@ struct FeedbackPanel {
 struct FeedbackKernels {
     // GPTQ: matrix is the upper factor U, target the weights not yet coded, in order of the steps;
     // step j's codes go to row places[j]. changes: (target - value) / U[j][j].
-    void (*gptq)(const FeedbackPanel& panel, const int32_t* places, int64_t row_begin,
-                 int64_t row_end);
+    void (*gptq)(const FeedbackPanel& panel, const int32_t* places);
     // Descent: matrix is H, target H (w - q), values q [columns, rows], not changed.
     // changes: the new value less the old one.
-    void (*descend)(const FeedbackPanel& panel, const float* values, int64_t row_begin,
-                    int64_t row_end);
+    void (*descend)(const FeedbackPanel& panel, const float* values);
 };
 
 namespace generic {

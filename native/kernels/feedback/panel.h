@@ -70,17 +70,15 @@ static void descend_rows(const FeedbackPanel& p, const float* values, int64_t at
     }
 }
 
-static void gptq(const FeedbackPanel& panel, const int32_t* places, int64_t row_begin,
-                 int64_t row_end) {
-    for (int64_t at = row_begin; at < row_end; at += kFeedbackRows) {
-        gptq_rows(panel, places, at, std::min(kFeedbackRows, row_end - at));
+static void gptq(const FeedbackPanel& panel, const int32_t* places) {
+    for (int64_t at = 0; at < panel.rows; at += kFeedbackRows) {
+        gptq_rows(panel, places, at, std::min(kFeedbackRows, panel.rows - at));
     }
 }
 
-static void descend(const FeedbackPanel& panel, const float* values, int64_t row_begin,
-                    int64_t row_end) {
-    for (int64_t at = row_begin; at < row_end; at += kFeedbackRows) {
-        descend_rows(panel, values, at, std::min(kFeedbackRows, row_end - at));
+static void descend(const FeedbackPanel& panel, const float* values) {
+    for (int64_t at = 0; at < panel.rows; at += kFeedbackRows) {
+        descend_rows(panel, values, at, std::min(kFeedbackRows, panel.rows - at));
     }
 }
 

@@ -21,7 +21,7 @@ from trivet.quant.grid import Float32, dequantize
 from trivet.quant.observe import LayerWeights
 from trivet.quant.proof import LinearProof
 
-VERSION = 4  # of what a layer file holds and of the numbers that make it
+VERSION = 5  # of what a layer file holds and of the numbers that make it
 Result = CodeGrid | Fp8Weight | NDArray[np.uint16]  # uint16: bf16 bits of a linear that is kept
 
 
