@@ -58,6 +58,35 @@ def test_expected_accuracy_decides_with_few_items() -> None:
     assert _judge(base[:10], near[:10]).finding is Finding.UNDECIDED
 
 
+def test_a_drop_that_may_be_small_rejects_at_the_last_look_only() -> None:
+    base = [Answer(True, 0.8)] * 24
+    near = [Answer(True, 0.8 - drop) for drop in [0.01, 0.07] * 12]
+    far = [Answer(True, 0.8 - drop) for drop in [0.07, 0.13] * 12]
+
+    def judge(own: list[Answer], *, is_last: bool) -> Finding:
+        return judge_answers(
+            "choice", "t", Kind.MATHS, 0.0, base, own, seed=0, level=0.01, is_last=is_last
+        ).finding
+
+    assert judge(near, is_last=False) is Finding.UNDECIDED
+    assert judge(near, is_last=True) is Finding.REJECT
+    assert judge(far, is_last=False) is Finding.REJECT
+
+
+def test_one_pattern_that_moved_is_no_proof_of_a_drop() -> None:
+    base = [Answer(True, 0.8)] * 24
+    own = [Answer(True, 0.8 if at >= 8 else 0.6) for at in range(24)]
+
+    def judge(size: int) -> CheckResult:
+        groups = [at // size for at in range(24)]
+        return judge_answers(
+            "choice", "t", Kind.MATHS, 0.0, base, own, seed=0, level=0.01, groups=groups
+        )
+
+    assert judge(1).finding is Finding.REJECT
+    assert judge(8).finding is Finding.UNDECIDED
+
+
 def test_an_expectation_far_below_the_accuracy_decides_nothing() -> None:
     """Drawing hardly ever gives the answers that greedy decoding gives: the counts are left."""
     base, own = _answers(30, 30, 0.19), _answers(30, 30, 0.10)

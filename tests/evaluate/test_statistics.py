@@ -53,3 +53,19 @@ def test_bootstrap_ends_hold_the_mean_and_repeat_with_the_seed() -> None:
     half = 1.645 * float((base - own).std(ddof=1)) / math.sqrt(200)
     assert first.high - first.value == pytest.approx(half, rel=0.15)
     assert drop_of_scores([1.0], [0.0], 0).high == math.inf
+
+
+def test_items_of_one_group_are_one_sample() -> None:
+    rng = np.random.default_rng(2)
+    shared = 0.1 * rng.standard_normal(12)
+    base = np.ones(48)
+    own = base - np.repeat(shared, 4)
+    groups = [at // 4 for at in range(48)]
+    grouped = drop_of_scores(base, own, 3, groups=groups)
+    alone = drop_of_scores(base, own, 3)
+    assert grouped.value == pytest.approx(shared.mean())
+    half = 1.645 * shared.std(ddof=1) / math.sqrt(12)
+    assert grouped.high - grouped.value == pytest.approx(half, rel=0.2)
+    assert grouped.high - grouped.low > 1.7 * (alone.high - alone.low)
+    assert drop_of_scores(base, own, 3, groups=[None] * 48) == alone
+    assert drop_of_scores(base, own, 3, groups=[0] * 48).high == math.inf

@@ -37,6 +37,20 @@ def test_built_in_tasks_cover_every_kind_and_repeat_with_the_seed() -> None:
     assert held_out_prompts(0, 20) == held_out_prompts(0, 20)
 
 
+def test_sets_of_examples_are_groups_and_have_patterns_of_their_own() -> None:
+    tasks = {task.name: task for task in builtin_tasks(0, 72)}
+    for name in ("functions", "queries", "records"):
+        examples: dict[int | None, set[str]] = {}
+        for item in tasks[name].items:
+            shots = item.prompts[0].text.rsplit("\n", 2)[0]
+            examples.setdefault(item.group, set()).add(shots if name == "records" else "")
+        assert None not in examples
+        assert len(examples) >= 18
+        assert all(len(shots) == 1 for shots in examples.values())
+    keys = {tuple(item.data["format"]["json"]) for item in tasks["records"].items}
+    assert len(keys) >= 18
+
+
 def test_references_of_generated_tasks_are_right() -> None:
     tasks = {task.name: task for task in builtin_tasks(0, 40)}
     assert all(same_rows(item, item.answer) for item in tasks["queries"].items)

@@ -70,6 +70,30 @@ _NAMES = (
 _CITIES = (
     "London", "Paris", "Rome", "Berlin", "Madrid", "Vienna", "Oslo", "Dublin", "Lisbon", "Prague",
 )  # fmt: skip
+_FIELDS: dict[str, Sequence[str | int]] = {
+    "name": _NAMES,
+    "city": _CITIES,
+    "age": range(18, 80),
+    "year": range(1950, 2020),
+    "day": list(calendar.day_name),
+    "month": list(calendar.month_name)[1:],
+    "capital": list(_CAPITALS.values()),
+    **{key: text.split() for key, text in _GROUPS.items()},
+}
+_SENTENCES = (
+    "{name} is {age} years old and lives in {city}.",
+    "{name} works as a {profession} in {city}.",
+    "{name} bought a {colour} {clothing} on {day}.",
+    "In {month} {name} moved from {city} to {capital}.",
+    "The {colour} {furniture} belongs to {name}.",
+    "The {vehicle} to {city} leaves every {day}.",
+    "{name} came to {country} in {year}.",
+    "On {day} they eat {fruit} and drink {drink}.",
+    "{name} plays the {instrument} in {capital} every {month}.",
+    "The {vehicle} was built in {country} in {year}.",
+    "{name} needs a {tool} and some {metal} by {day}.",
+    "The {animal} in the garden of {name} is {age} months old.",
+)
 
 
 def builtin_tasks(seed: int, num_items: int) -> list[Task]:
@@ -101,8 +125,8 @@ def _shuffled(rng: random.Random, right: str, wrong: Sequence[str]) -> tuple[tup
 def _shared_out(num_items: int, most: int) -> Iterator[int]:
     """How many items each set of examples is for, ``most`` or fewer.
 
-    Items after the same examples err together, which intervals over items do not see, so that few
-    share them: as few as the length of the examples lets a gate pay for.
+    Items after the same examples err together (they are one ``Item.group``), so that few share them: as
+    few as the length of the examples lets a gate pay for.
     """
     for start in range(0, num_items, most):
         yield min(most, num_items - start)
@@ -308,7 +332,7 @@ def _functions(rng: random.Random, num_items: int) -> Task:
     rng.shuffle(functions)
     waiting = iter(functions[:num_items])
     items = []
-    for count in _shared_out(len(functions[:num_items]), 4):
+    for group, count in enumerate(_shared_out(len(functions[:num_items]), 4)):
         block = list(itertools.islice(waiting, count))
         examples = rng.sample([f for f in functions if f not in block], 2)
         shots = "".join(_head(*f[:3]) + f"\n    return {f[3]}\n\n\n" for f in examples)
@@ -322,6 +346,7 @@ def _functions(rng: random.Random, num_items: int) -> Task:
                     (Prompt(shots + head),),
                     answer=f"\n    return {body}\n",
                     data={"tests": tests, "head": head},
+                    group=group,
                 )
             )
     stops = ("\ndef ", "\n\n\n", "\nclass ")
@@ -335,7 +360,7 @@ def _head(name: str, arguments: str, text: str) -> str:
 def _queries(rng: random.Random, num_items: int) -> Task:
     """Questions on small tables as SQL, after examples; run on SQLite."""
     items: list[Item] = []
-    for count in _shared_out(num_items, 4):
+    for group, count in enumerate(_shared_out(num_items, 4)):
         schema, create, made = _table(rng)
         shots = "".join(f"-- {question}\n{sql};\n" for question, sql in made[:6])
         items += [
@@ -343,6 +368,7 @@ def _queries(rng: random.Random, num_items: int) -> Task:
                 (Prompt(f"{create}\n{shots}-- {question}\n"),),
                 answer=f"{sql};",
                 data={"schema": schema},
+                group=group,
             )
             for question, sql in made[6 : 6 + count]
         ]
@@ -382,24 +408,34 @@ def _table(rng: random.Random) -> tuple[str, str, list[tuple[str, str]]]:
 
 
 def _records(rng: random.Random, num_items: int) -> Task:
-    """A sentence about a person as a JSON object with fixed keys."""
+    """A sentence as a JSON object with two of the things it names.
 
-    def one() -> tuple[str, dict[str, object]]:
-        name, age, city = rng.choice(_NAMES), rng.randrange(18, 80), rng.choice(_CITIES)
-        return f"{name} is {age} years old and lives in {city}.", {"name": name, "city": city}
-
-    waiting = iter(dict(one() for _ in range(3 * num_items)).items())
-    items = []
-    for count in _shared_out(num_items, 2):
-        examples = (one() for _ in range(2))
-        shots = "".join(f"{text}\n{json.dumps(record)}\n" for text, record in examples)
+    Each set of examples has a sentence and keys of its own. How sure a model is of one pattern moves
+    by several points with any change of its weights, up or down: only over many does it show a loss.
+    """
+    patterns = [
+        (sentence, keys)
+        for sentence in _SENTENCES
+        for keys in itertools.permutations(re.findall(r"{(\w+)}", sentence), 2)
+    ]
+    rng.shuffle(patterns)
+    items: list[Item] = []
+    for group, count in enumerate(_shared_out(num_items, 2)):
+        sentence, keys = patterns[group % len(patterns)]
+        made: dict[str, dict[str, str | int]] = {}
+        while len(made) < 2 + count:
+            values = {key: rng.choice(words) for key, words in _FIELDS.items()}
+            made[sentence.format(**values)] = {key: values[key] for key in keys}
+        pairs = list(made.items())
+        shots = "".join(f"{text}\n{json.dumps(record)}\n" for text, record in pairs[:2])
         items += [
             Item(
                 (Prompt(f"{shots}{text}\n"),),
                 answer=f"{json.dumps(record)}\n",
                 data={"format": {"json": record}},
+                group=group,
             )
-            for text, record in itertools.islice(waiting, count)
+            for text, record in pairs[2:]
         ]
     return _task("records", Kind.STRUCTURED_OUTPUT, Form.FORMAT, items, max_tokens=48)
 

@@ -493,6 +493,7 @@ def add_tasks(gate: Gate, candidate: Subject, baseline: Subject, tasks: Sequence
 
     def plan(task: Task) -> None:
         num_first = items_of(options, gate.sizes, task)
+        num_all = min(len(task.items), EXTENSION * num_first)
         known: list[Answer] = []
         own_known: list[Answer] = []
 
@@ -508,12 +509,12 @@ def add_tasks(gate: Gate, candidate: Subject, baseline: Subject, tasks: Sequence
             return [
                 judge_answers(
                     task.form.value, task.name, task.kind, asked.chance, known, own_known,
-                    seed=options.seed, level=level,
+                    seed=options.seed, level=level, groups=[item.group for item in asked.items],
+                    is_last=end == num_all,
                 )
             ]  # fmt: skip
 
         more = None
-        num_all = min(len(task.items), EXTENSION * num_first)
         if num_first < num_all:
             more = functools.partial(compare, num_all)
         gate.add(

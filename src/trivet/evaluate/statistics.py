@@ -2,8 +2,8 @@
 
 A *drop* is baseline minus candidate, in the unit of the scores (1.0 = all items). Counts of items that
 only one model got right are tested exactly (McNemar's test as a sign test: of the items on which the
-two differ, half are expected on each side). Scores that are no yes or no are resampled by item with a
-fixed seed. Everything here is a pure function of its arguments.
+two differ, half are expected on each side). Scores that are no yes or no are resampled by a fixed seed,
+by item or by groups of items that err together. Everything here is a pure function of its arguments.
 
 Source: McNemar 1947; Clopper and Pearson 1934; Efron's percentile bootstrap.
 """
@@ -91,18 +91,29 @@ def drop_of_scores(
     candidate: Sequence[float] | NDArray[np.float64],
     seed: int,
     confidence: float = CONFIDENCE,
+    groups: Sequence[int | None] = (),
 ) -> Interval:
-    """Mean drop of paired scores with bootstrap ends; items are resampled ``_RESAMPLES`` times.
+    """Mean drop of paired scores with bootstrap ends; groups are resampled ``_RESAMPLES`` times.
 
-    The ends are widened by sqrt(n / (n - 1)), which the percentile bootstrap lacks at small n.
+    The ends are widened by sqrt(n / (n - 1)) for n groups, which the percentile bootstrap lacks at
+    small n.
+
+    groups  of each item: items of one group err together and are drawn together. None, or no groups at
+            all: each item by itself
+    Source: Field and Welsh 2007, "Bootstrapping clustered data" (the cluster bootstrap).
     """
     drops = np.asarray(baseline, np.float64) - np.asarray(candidate, np.float64)
-    n = len(drops)
     mean = float(drops.mean())
+    members: dict[object, list[int]] = {}
+    for at, group in enumerate(groups or [None] * len(drops)):
+        members.setdefault(("alone", at) if group is None else group, []).append(at)
+    n = len(members)
     if n < 2:
         return Interval(mean, -math.inf, math.inf)
-    rng = np.random.default_rng(seed)
-    means = drops[rng.integers(0, n, (_RESAMPLES, n))].mean(axis=1)
+    sums = np.array([drops[places].sum() for places in members.values()])
+    counts = np.array([len(places) for places in members.values()])
+    drawn = np.random.default_rng(seed).integers(0, n, (_RESAMPLES, n))
+    means = sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1)
     widen = math.sqrt(n / (n - 1))
     low, high = np.quantile(means, [1 - confidence, confidence])
     return Interval(mean, mean + (float(low) - mean) * widen, mean + (float(high) - mean) * widen)

@@ -44,6 +44,7 @@ class Item:
     choices  continuations, ``gold`` the right one; for other forms empty
     answer   the reference answer as it would continue the prompt
     data     what the form needs besides: tests, tables, a format
+    group    items of one group have examples or a text in common and err together; None: by itself
     """
 
     prompts: tuple[Prompt, ...]
@@ -51,6 +52,7 @@ class Item:
     gold: int = 0
     answer: str = ""
     data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    group: int | None = None
 
     @property
     def chance(self) -> float:

@@ -9,7 +9,8 @@ moves with every item and tells a small drop from none at a tenth of the items.
 - Reject: either drop is above MAX_DROP and significant (McNemar's exact test; the lower end of the
   bootstrap interval above zero), at the level that the gate hands down.
 - A gate looks at a task up to LOOKS times, again with more items when the first are too few to tell.
-  Each look gets its share of every error (Bonferroni): ends hold with 1 - 0.05 / LOOKS.
+  Each look gets its share of every error (Bonferroni): ends hold with 1 - 0.05 / LOOKS. A drop of the
+  expectation that may still lie at or below MAX_DROP waits for the last look.
 - Pass: the upper end of the drop's interval is at most MAX_DROP; the expectation's interval where it is
   informative, else the exact one of the counts.
 - Undecided: anything else, the sample is too small to tell.
@@ -55,8 +56,15 @@ def judge_answers(
     *,
     seed: int,
     level: float,
+    groups: Sequence[int | None] = (),
+    is_last: bool = True,
 ) -> CheckResult:
-    """Compare answers to the same items. level: of significance over all looks, one-sided."""
+    """Compare answers to the same items.
+
+    level    of significance over all looks, one-sided
+    groups   of each item (`Item.group`); empty: each item by itself
+    is_last  no more items can follow
+    """
     n = len(baseline)
     level /= LOOKS
     right = [answer.is_right for answer in baseline]
@@ -66,7 +74,7 @@ def judge_answers(
     lost = sum(b and not c for b, c in zip(right, own_right, strict=True))
     gained = sum(c and not b for b, c in zip(right, own_right, strict=True))
     p_value = mcnemar(lost, gained)
-    expected = _expected_drop(baseline, candidate, seed, level, accuracy)
+    expected = _expected_drop(baseline, candidate, seed, level, groups, accuracy)
     metrics: dict[str, object] = {
         "items": n,
         "chance": chance,
@@ -96,7 +104,8 @@ def judge_answers(
     if expected is not None:
         drop, strict_low = expected
         points = f"expected accuracy drops by {_points(drop)}"
-        if drop.value > MAX_DROP and strict_low > 0:
+        is_clear = drop.low > MAX_DROP
+        if drop.value > MAX_DROP and strict_low > 0 and (is_last or is_clear):
             return result(Finding.REJECT, f"{shown}, {points}")
         if n >= MIN_ITEMS and drop.high <= MAX_DROP:
             return result(Finding.PASS, f"{shown}, {points}")
@@ -115,6 +124,7 @@ def _expected_drop(
     candidate: Sequence[Answer],
     seed: int,
     level: float,
+    groups: Sequence[int | None],
     accuracy: float,
 ) -> tuple[Interval, float] | None:
     """The drop of the expectation, and its lower end at ``level``; None where it says nothing.
@@ -129,5 +139,5 @@ def _expected_drop(
     own_values = [value for value in own if value is not None]
     if sum(base_values) / len(base_values) < max(_MIN_EXPECTED, _MIN_SHARE * accuracy):
         return None
-    strict = drop_of_scores(base_values, own_values, seed, 1 - level)
-    return drop_of_scores(base_values, own_values, seed, _CONFIDENCE), strict.low
+    strict = drop_of_scores(base_values, own_values, seed, 1 - level, groups)
+    return drop_of_scores(base_values, own_values, seed, _CONFIDENCE, groups), strict.low

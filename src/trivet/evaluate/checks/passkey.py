@@ -47,6 +47,7 @@ def make_task(subject: Subject, num_texts: int, num_tokens: int, seed: int) -> T
                 (Prompt(f"{text}What is the pass key of {owner}?\nThe pass key of {owner} is"),),
                 answer=f" {keys[owner]}",
                 data={"depth": depths[owner]},
+                group=number,
             )
             for owner in owners
         ]
