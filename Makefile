@@ -9,7 +9,7 @@ LM_EVAL := build/interop/lm_eval
 LOADERS := build/interop/transformers build/interop/vllm
 OUT ?= out/demo
 
-.PHONY: help install demo test test-fast test-sanitize test-interop check bench peers accuracy soak interop clean
+.PHONY: help install demo test test-fast test-sanitize test-interop check bench bench-formats peers accuracy soak interop clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -75,6 +75,9 @@ check: $(VENV)/.tests ## format, lint, types, C++ format
 bench: install ## speed of each format on this machine, JSON under out/
 	@mkdir -p out
 	$(BIN)/python benchmarks/engine.py -o out/engine.json
+
+bench-formats: install ## speed of the field's formats as served, beside the native ones (15 minutes)
+	$(BIN)/python benchmarks/served_formats.py -o benchmarks/results/served_formats.json
 
 peers: install ## side by side with llama.cpp, OpenVINO and vLLM (40 minutes; builds them first)
 	$(BIN)/python benchmarks/peers/run.py -o benchmarks/results

@@ -6,8 +6,8 @@
 Every case rounds the model to a format, writes it and runs it in the form that `trivet info` names;
 beside it runs the engine's own format of that width, packed from the same floats. Both decode one row
 at 256 tokens of context and read a prompt of 256, alternately; the figures are medians of the rounds
-and their ratio; ``heads`` names the form of both heads. Prints a table, and the result's JSON as the
-last line.
+and their ratio; ``heads`` names the form of both heads. With ``--only`` the other cases of an output file
+of the same model stay; each says its commit. Prints a table, and the result's JSON as the last line.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import fnmatch
 import json
 import shutil
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -41,6 +42,7 @@ from trivet.quant import PackedModel, load_packed
 from trivet.quant.methods.gptq import quantize_nearest
 from trivet.quant.plan import Fp8, parse_target
 
+ROOT = Path(__file__).resolve().parents[1]
 CONTEXT, STEPS = 256, 16
 PAGES = -(-(CONTEXT + STEPS) // PAGE_TOKENS)
 
@@ -188,6 +190,13 @@ def main() -> int:
         "machine": describe_machine(),
         "cases": {},
     }
+    if options.only != ["*"] and options.output.exists():
+        known = json.loads(options.output.read_text())
+        if known["model"] == options.model:
+            result["cases"] = known["cases"]
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.strip()
     for name, case in CASES.items():
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in options.only):
             continue
@@ -199,6 +208,7 @@ def main() -> int:
             "form": served.weights_form,
             "native": native.weights_form,
             "heads": [packed.tensors["head"].format for packed in (served, native)],
+            "commit": commit,
             **measure(served, native, options.rounds),
         }
         result["cases"][name] = entry

@@ -92,3 +92,7 @@ def test_served_formats(tiny_model: Path, tmp_path: Path) -> None:
     for case in result["cases"].values():
         assert all(len(case[kind]["served"]) == 2 for kind in ("decode", "prefill"))
     assert [path.name for path in (tmp_path / "work").iterdir()] == ["float"]
+    again = _run("served_formats.py", *words[:-2], "gguf Q8_0")
+    assert again["cases"].keys() == {*result["cases"], "gguf Q8_0"}
+    one = "compressed-tensors fp8-channel"
+    assert again["cases"][one] == result["cases"][one]
