@@ -51,6 +51,7 @@ FORMS = (
     _trivet("w4a8-g32", "bf16", 4),
     _trivet("w4a8-g32", "int8", 4),
     _trivet("w4a8-g32-min", "bf16", 4, main=False),
+    _trivet("w4a8-g32-min", "int8", 4, main=False),
     _trivet("w8a8", "bf16", 8),
     _trivet("w8a8", "int8", 8),
     _trivet("bf16", "bf16", 16),
