@@ -6,6 +6,7 @@ with ``--candidate``. The output file holds every case with the check that saw i
 the two rates; a run continues where the file ends.
 
     python benchmarks/gate_corruptions.py [--seeds 5] [--gate fast] [--minutes M] -o FILE
+    python benchmarks/gate_corruptions.py --part good --gate full --seeds 5 --per-seed 1 -o FILE
 
 Damage is judged by two checks of the gate, files of weights and identity: what either rejects, the gate
 rejects. Good candidates go through the whole gate.
@@ -14,6 +15,7 @@ rejects. Good candidates go through the whole gate.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -71,8 +73,9 @@ def good_cases(options: argparse.Namespace, done: set[tuple[str, str, str, int]]
     baseline = ModelConfig(model=options.model, weights="bf16")
     candidates = [(options.model, *form) for form in GOOD]
     candidates += [(path, "auto", "bf16") for path in options.candidate]
+    turn = itertools.cycle(candidates)
     for seed in range(options.seeds):
-        for model, form, kv in candidates:
+        for model, form, kv in itertools.islice(turn, options.per_seed or len(candidates)):
             name = "the model" if model == options.model else Path(model).name
             if (name, form, kv, seed) in done:
                 continue
@@ -121,6 +124,9 @@ def main() -> None:
     parser.add_argument("--gate", choices=("fast", "full"), default="fast")
     parser.add_argument("--part", choices=("damaged", "good", "both"), default="both")
     parser.add_argument("--candidate", action="append", default=[], help="another good model")
+    parser.add_argument(
+        "--per-seed", type=int, metavar="N", help="good candidates of each seed, in turn; else all"
+    )
     parser.add_argument("--minutes", type=float, default=1e6, help="begin no case after these")
     parser.add_argument("-o", "--output", type=Path, required=True)
     options = parser.parse_args()
@@ -147,7 +153,7 @@ def main() -> None:
             text = json.dumps(found, indent=1, default=str, allow_nan=False)
             files.write(options.output, text + "\n")
             print(part, {name: case[name] for name in list(case)[:6]}, flush=True)
-    print(json.dumps(found.get("summary"), indent=1))
+    print(json.dumps(found.get("summary")))
 
 
 if __name__ == "__main__":

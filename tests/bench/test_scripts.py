@@ -96,3 +96,17 @@ def test_served_formats(tiny_model: Path, tmp_path: Path) -> None:
     assert again["cases"].keys() == {*result["cases"], "gguf Q8_0"}
     one = "compressed-tensors fp8-channel"
     assert again["cases"][one] == result["cases"][one]
+
+
+def test_gate_corruptions(tiny_model: Path, tmp_path: Path) -> None:
+    """Good forms in turn over the seeds; a second run goes on where the file ends."""
+    output = tmp_path / "rates.json"
+    words = ("--model", tiny_model, "--part", "good", "--per-seed", "1", "-o", output)
+    first = _run("gate_corruptions.py", *words, "--seeds", "1")
+    result = _run("gate_corruptions.py", *words, "--seeds", "2")
+    found = json.loads(output.read_text())
+    assert result == found["summary"]
+    assert (first["good"], result["good"], result["good_candidates"]) == (1, 2, 2)
+    cases = [(case["weights"], case["kv"], case["seed"]) for case in found["good"]]
+    assert cases == [("auto", "bf16", 0), ("auto", "int8", 1)]
+    assert all(case["verdict"] != "pass" for case in found["good"])  # random weights: no votes
