@@ -6,8 +6,9 @@
 Every case rounds the model to a format, writes it and runs it in the form that `trivet info` names;
 beside it runs the engine's own format of that width, packed from the same floats. Both decode one row
 at 256 tokens of context and read a prompt of 256, alternately; the figures are medians of the rounds
-and their ratio; ``heads`` names the form of both heads. With ``--only`` the other cases of an output file
-of the same model stay; each says its commit. Prints a table, and the result's JSON as the last line.
+and their ratio; ``heads`` names the form of both heads. With ``--only`` the other cases of an output
+file of the same model stay; each says its commit. Prints a table, and the result's JSON as the last
+line.
 """
 
 from __future__ import annotations
