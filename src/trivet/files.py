@@ -42,6 +42,16 @@ def settle(temporary: Path, path: Path) -> None:
         flush(path.parent)
 
 
+def require_folder(path: Path) -> None:
+    """Make a folder that is to be written to later. Raises CheckpointError: that cannot be done."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(path, f"cannot be written: {error.strerror or error}") from None
+    if not os.access(path, os.W_OK):
+        raise CheckpointError(path, "cannot be written: the folder is not yours to write")
+
+
 def write(path: Path, data: str | bytes) -> None:
     """Write a small file, in the place of an older one if there is one. Raises OSError."""
     temporary = temporary_name(path)

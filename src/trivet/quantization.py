@@ -7,6 +7,7 @@ gets its name only when the gate passes or is off; otherwise it is DIR.rejected 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import json
 import os
@@ -54,6 +55,7 @@ from trivet.quant.plan import (
     parse_target,
 )
 from trivet.quant.recipe import Recipe
+from trivet.quant.workplace import claimed, free_attempt, free_candidate, named
 from trivet.sizing import available_threads
 
 FORMATS = ("native", *FOLDER_FORMATS)
@@ -217,12 +219,15 @@ def quantize(
         samples = _IMPORTANCE_SAMPLES if method == "kquant" else _SAMPLES
     if not 1 <= samples <= _MAX_SAMPLES:
         raise ConfigError("samples", samples, f"1 to {_MAX_SAMPLES}")
+    if threads is not None and not 1 <= threads <= 1024:
+        raise ConfigError("threads", threads, "1 to 1024")
+    if seed < 0:
+        raise ConfigError("seed", seed, "an integer >= 0")
     target = Path(output)
-    taken = [
-        p for p in (target, _named(target, "rejected"), _named(target, "undecided")) if p.exists()
-    ]
-    if taken and not dry_run:
-        raise CheckpointError(taken[0], "exists; a model is never overwritten")
+    if target.name in ("", ".."):
+        raise ConfigError("output", os.fspath(output), "the name of a folder that is not there yet")
+    if not dry_run:
+        _require_free(target)
     source = resolve_model(model)
     opened = open_model(source)
     if not requantize and method != "none":
@@ -244,32 +249,42 @@ def quantize(
             )  # fmt: skip
         narrowest = min(columns for _, columns in matrix_shapes(opened.spec).values())
         parse_activations(activations, narrowest)
-    if format.startswith(PREFIX) or method in ("none", "kquant"):
-        if auto or mixed is not None:
-            allowed = (
-                "a format of folders with --auto or --mixed; GGUF mixes say each tensor's type"
+    with contextlib.ExitStack() as held:
+        if not dry_run:
+            held.enter_context(claimed(target, source.path))
+            _require_free(target)  # another run may have ended meanwhile
+        if format.startswith(PREFIX) or method in ("none", "kquant"):
+            if auto or mixed is not None:
+                allowed = (
+                    "a format of folders with --auto or --mixed; GGUF mixes say each tensor's type"
+                )
+                raise ConfigError("format", format, allowed)
+            return _to_gguf(settings, method, format, tuple(keep), max_bytes, dry_run)
+        config = GptqConfig(damp=damp, act_order=act_order)
+        if auto and mixed is not None:
+            raise ConfigError("mixed", mixed, "without --auto, which chooses the formats itself")
+        if auto:
+            return _automatic(
+                settings, config, tuple(keep), max_bytes, _written_format(format), dry_run
             )
-            raise ConfigError("format", format, allowed)
-        return _to_gguf(settings, method, format, tuple(keep), max_bytes, dry_run)
-    config = GptqConfig(damp=damp, act_order=act_order)
-    if auto and mixed is not None:
-        raise ConfigError("mixed", mixed, "without --auto, which chooses the formats itself")
-    if auto:
-        return _automatic(
-            settings, config, tuple(keep), max_bytes, _written_format(format), dry_run
+        default = _default_target(method, bits, group_size, sym, fp8)
+        recipe = dataclasses.replace(
+            _recipe(method, format, config, requantize), activations=activations
         )
-    default = _default_target(method, bits, group_size, sym, fp8)
-    recipe = dataclasses.replace(
-        _recipe(method, format, config, requantize), activations=activations
-    )
-    plan = make_plan(opened.spec, default, keep)
-    if recipe.activation_form is not None:
-        is_static = recipe.activation_form.rule is RowRule.STATIC
-        plan = dataclasses.replace(plan, has_input_scales=is_static)
-    if mixed is not None:
-        plan = _mixed(settings, plan, default, mixed, max_bytes)
-    _require_budget(plan, max_bytes)
-    return _attempt(settings, plan, recipe, target, dry_run)
+        plan = make_plan(opened.spec, default, keep)
+        if recipe.activation_form is not None:
+            is_static = recipe.activation_form.rule is RowRule.STATIC
+            plan = dataclasses.replace(plan, has_input_scales=is_static)
+        if mixed is not None:
+            plan = _mixed(settings, plan, default, mixed, max_bytes)
+        _require_budget(plan, max_bytes)
+        return _attempt(settings, plan, recipe, target, dry_run)
+
+
+def _require_free(target: Path) -> None:
+    for path in (target, named(target, "rejected"), named(target, "undecided")):
+        if os.path.lexists(path):
+            raise CheckpointError(path, "exists; a model is never overwritten")
 
 
 def _to_gguf(
@@ -316,7 +331,7 @@ def _to_gguf(
     if dry_run:
         spent = time.monotonic() - started
         return Quantized(None, prediction, None, spent, _peak_rss(), None, method, format)
-    candidate = _candidate(settings.target)
+    candidate = free_candidate(settings.target)
     if method == "none":
         outcome = convert(settings.source, settings.model, candidate, format, settings.progress)
     else:
@@ -344,7 +359,7 @@ def _settle(target: Path, candidate: Path, judged: dict[str, Any] | None) -> Pat
     """Give a candidate the name that its verdict earns, gate.json inside; returns it."""
     verdict = None if judged is None else judged["verdict"]
     ending = {"reject": "rejected", "undecided": "undecided"}.get(str(verdict))
-    final = target if ending is None else _named(target, ending)
+    final = target if ending is None else named(target, ending)
     if judged is not None:
         text = json.dumps(plain(judged), indent=1, allow_nan=False)
         (candidate / "gate.json").write_text(text + "\n", "utf-8")
@@ -372,18 +387,6 @@ class _Settings:
 
 def _silent(what: str, done: float, total: float) -> None:
     return None
-
-
-def _named(target: Path, ending: str) -> Path:
-    return target.with_name(f"{target.name}.{ending}")
-
-
-def _candidate(target: Path) -> Path:
-    """Where the result lies until it is judged; what a run that was killed left there is removed."""
-    candidate = _named(target, "candidate")
-    for left in (candidate, *files.left_behind(candidate)):
-        shutil.rmtree(left, ignore_errors=True)
-    return candidate
 
 
 def _default_target(method: str, bits: int, group_size: int | None, sym: bool, fp8: str) -> Target:
@@ -456,6 +459,11 @@ def _attempt(
         not isinstance(t, Grid) or t.bits != 4 for t in plan.targets.values() if t is not None
     ):
         raise ConfigError("format", "awq", "another format: AWQ has 4 bits only")
+    if any(isinstance(t, Fp8) for t in plan.targets.values()) and recipe.format not in (
+        "fp8", "compressed-tensors",
+    ):  # fmt: skip
+        allowed = f"native or compressed-tensors: {recipe.format} has no fp8, which --keep asks for"
+        raise ConfigError("format", recipe.format, allowed)
     started = time.monotonic()
     prediction = predict(settings.model, plan, recipe, settings.calibrate)
     form = "+".join(sorted(plan.names()))
@@ -472,7 +480,7 @@ def _attempt(
             recipe.method,
             form,
         )
-    candidate = _candidate(target)
+    candidate = free_candidate(target)
     outcome = quantize_model(
         settings.source,
         plan,
@@ -484,7 +492,7 @@ def _attempt(
     )
     judged = _judge(settings, candidate)
     final = _settle(target, candidate, judged)
-    shutil.rmtree(_named(candidate, "partial"), ignore_errors=True)
+    shutil.rmtree(named(candidate, "partial"), ignore_errors=True)
     return Quantized(
         final, prediction, outcome, time.monotonic() - started, _peak_rss(), judged,
         recipe.method, form,
@@ -553,9 +561,9 @@ def _automatic(
         if max_bytes is not None and plan.bytes > max_bytes and not is_proof:
             attempts.append({"name": name, "predicted_bytes": plan.bytes, "verdict": "over budget"})
             continue
-        place = _named(settings.target, f"attempt-{index}")
-        for ending in ("", ".rejected", ".undecided"):
-            shutil.rmtree(place.with_name(place.name + ending), ignore_errors=True)
+        place = settings.target
+        if not dry_run:
+            place = free_attempt(settings.target, index)
         recipe = _recipe(method, format, config, settings.requantize)
         done = _attempt(settings, plan, recipe, place, dry_run)
         attempts.append({"name": name, "predicted_bytes": plan.bytes, "verdict": done.verdict})

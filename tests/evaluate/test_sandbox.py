@@ -89,6 +89,7 @@ def test_no_way_back_to_the_old_root_or_to_power() -> None:
             ("chroot", lambda: libc.chroot(b"/tmp")),
             ("setuid", lambda: libc.setuid(0)),
             ("mount namespace", lambda: libc.unshare(0x20000)),
+            ("user namespace", lambda: libc.unshare(0x10000000)),
         ):
             if call() == 0: won.append(name)
         try:

@@ -108,6 +108,17 @@ def test_the_same_seed_draws_the_same(tokenizer: Tokenizer) -> None:
     assert build_calibration(tokenizer, samples=4, window=64, seed=4).sha256 != first.sha256
 
 
+def test_texts_that_give_too_little_are_told(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "one.jsonl"
+    path.write_text(json.dumps({"prompt": "Just one short prompt."}) + "\n")
+    [few, swamped] = build_calibration(tokenizer, path, samples=4, window=64).warnings
+    assert "of the 256 asked for" in few
+    assert "75% were asked for" in swamped
+    alone = build_calibration(tokenizer, path, samples=4, window=64, general_share=0)
+    assert len(alone.warnings) == 1
+    assert build_calibration(tokenizer, samples=4, window=64).warnings == []
+
+
 def test_the_general_mix_is_not_what_the_gate_reads() -> None:
     from trivet.evaluate import corpora
     from trivet.quant import calibrate

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from trivet import files
 from trivet.cli import options
 from trivet.cli.commands import Argument, Command
 from trivet.cli.output import Output, number
@@ -150,6 +151,11 @@ def evaluate(
         parse_kinds,
     )
 
+    if sensitivity:
+        for name, given in (("gate", gate), ("output", output), ("ledger", ledger)):
+            if given:
+                allowed = "nothing with --sensitivity, which judges nothing"
+                raise ConfigError(name, str(given), allowed)
     if gate is None:
         for name, value in (("task", task), ("tasks", tasks), ("budget", budget)):
             if value:
@@ -178,6 +184,11 @@ def evaluate(
         asked = GateOptions(
             size=gate, tasks=tasks, kinds=parse_kinds(task), budget_s=budget, seed=seed
         )
+    if output is not None:
+        files.require_folder(output)
+    ledger = ledger or default_ledger()
+    if gate is not None:
+        files.require_folder(ledger.parent)
     out = Output(json)
     with out.loading() as loading, out.progress("evaluate", 1.0) as bar:
 
@@ -196,7 +207,7 @@ def evaluate(
             loading=loading,
             progress=lambda done, total: bar.set(done / total),
             on_check=on_check,
-            ledger_path=ledger or default_ledger(),
+            ledger_path=ledger,
         )
     _show(out, evaluation)
     if output is not None:

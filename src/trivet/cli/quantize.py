@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from trivet.cli import options
 from trivet.cli.commands import Command
@@ -150,6 +151,7 @@ def quantize(
     from trivet.quantization import quantize as run
 
     out = Output(json)
+    _refuse_unused(method, format, is_auto=auto, activations=activations, mixed=mixed)
     if group_size != "row" and not group_size.isdecimal():
         raise ConfigError("group_size", group_size, "32, 64, 128, 256 or row")
     with _progress(out) as progress:
@@ -185,6 +187,41 @@ def quantize(
     _show(out, done)
     out.result(done.as_json())
     return 0 if dry_run or done.verdict in (None, "pass") else 1
+
+
+def _refuse_unused(
+    method: str, format: str, *, is_auto: bool, activations: str | None, mixed: str | None
+) -> None:
+    """Raises ConfigError: an option is given that the method does not look at."""
+    from trivet.errors import ConfigError
+
+    context = click.get_current_context()
+    values: dict[str, object] = {
+        name: value
+        for name, value in context.params.items()
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    }
+    is_solved = is_auto or method in ("gptq", "awq+gptq")
+    reads_texts = method not in ("none", "rtn", "fp8") or is_auto or bool(activations or mixed)
+    is_file = format.startswith("gguf:") or method == "kquant"
+    has_grid = method not in ("none", "smoothquant", "fp8") and not is_file
+    without: dict[str, tuple[bool, str]] = {
+        "method": (is_auto, "nothing with --auto, which walks its own order"),
+        "act_order": (not is_solved, "nothing without --method gptq or awq+gptq"),
+        "damp": (not is_solved, "nothing without --method gptq or awq+gptq"),
+        "fp8": (method != "fp8", "nothing without --method fp8"),
+    }
+    for name in ("traffic", "samples", "window", "general_share"):
+        without[name] = (not reads_texts, f"nothing with --method {method}, which reads no texts")
+    for name, own in (("bits", 8), ("group_size", "row"), ("sym", True)):
+        allowed = f"nothing with {'a GGUF type' if is_file else f'--method {method}'}"
+        is_own = method == "smoothquant" and values.get(name) == own
+        without[name] = (not has_grid and not is_own, f"{allowed}, which says it itself")
+        if is_auto:
+            without[name] = (True, "nothing with --auto, which walks its own order")
+    for name, (is_unused, allowed) in without.items():
+        if name in values and is_unused:
+            raise ConfigError(name, values[name], allowed)
 
 
 @contextmanager

@@ -121,6 +121,10 @@ class GateOptions:
     seed: int = 0
     corpus_tokens: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ConfigError("seed", self.seed, "an integer >= 0")
+
 
 @dataclasses.dataclass(frozen=True)
 class GateReport:

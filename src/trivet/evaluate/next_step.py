@@ -108,7 +108,7 @@ def next_step(
         line = None if step in done or step in recipe.steps else _line(step, recipe)
         if line is not None:
             return step, line
-    return "full-precision", "serve bf16: every step was tried"
+    return "full-precision", "serve bf16: no other step is left for this form"
 
 
 def _decide(checks: Sequence[CheckResult]) -> tuple[str, str]:

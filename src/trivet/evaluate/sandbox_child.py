@@ -24,6 +24,7 @@ _SETATTR, _AT_FDCWD, _AT_RECURSIVE = 442, -100, 0x8000
 _PIVOT = {"x86_64": 155, "aarch64": 41}
 _SET_PDEATHSIG, _SET_NO_NEW_PRIVS = 1, 38
 _OWN_UID = 63_217  # a user no one else is, when the caller is root
+_INNER = "inner"  # where the new root is shown once more
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -77,7 +78,7 @@ def _new_root(root: str, python: str) -> None:
             _bind_read_only(path, root)
             if not path.is_symlink():
                 done.append(path)
-    for folder in ("tmp", "proc", "dev"):
+    for folder in ("tmp", "proc", "dev", _INNER):
         Path(root, folder).mkdir(exist_ok=True)
     _mount("tmpfs", root + "/tmp", "tmpfs", _NOSUID | _NODEV, "size=8m,mode=1777")
     Path(root, "dev", "null").touch()
@@ -94,7 +95,16 @@ def _pivot() -> None:
     if _libc.syscall(ctypes.c_long(number), b".", b".") != 0:
         raise OSError(ctypes.get_errno(), "pivot_root failed")
     _call("umount2", b".", _DETACH)
-    os.chdir("/tmp")
+
+
+def _forbid_user_namespaces() -> None:
+    """For a caller who is root: the kernel gives a process in a chroot no user namespace.
+
+    A caller who is not has one already, whose own limit `main` sets to none; root's would be the
+    machine's. In a user namespace of its own a program could mount memory without limit.
+    """
+    _mount("/", f"/{_INNER}", None, _BIND | _REC)
+    os.chroot(f"/{_INNER}")
 
 
 def _isolate(options: dict[str, Any], report: dict[str, Any]) -> bool:
@@ -112,6 +122,9 @@ def _isolate(options: dict[str, Any], report: dict[str, Any]) -> bool:
             Path(f"/proc/self/{name}").write_text(text)
     report["network"] = "none: a network namespace without interfaces"
     _new_root(options["root"], options["python"])
+    if is_root:
+        _forbid_user_namespaces()
+    os.chdir("/tmp")
     report["root"] = "read-only: the interpreter and system libraries; 8 MiB of memory at /tmp"
     report["user"] = "user namespace" if not is_root else f"uid {_OWN_UID}"
     return is_root

@@ -59,6 +59,9 @@ class Document:
     domain: str
 
 
+_MIN_SHARE = 0.5  # of the tokens asked for; less is worth a warning
+
+
 @dataclasses.dataclass(frozen=True)
 class CalibrationConfig:
     """What to calibrate on: the arguments of `build_calibration`."""
@@ -92,6 +95,21 @@ class CalibrationSet:
     @property
     def num_tokens(self) -> int:
         return sum(map(len, self.train))
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the texts fell short of what was asked for."""
+        train, found = self.report["train"], []
+        tokens, asked = train["tokens"], self.report["tokens_asked"]
+        if tokens < _MIN_SHARE * asked:
+            found.append(f"calibrated on {tokens} tokens of the {asked} asked for: the texts end")
+        own, share = train["tokens_by_domain"].get(TRAFFIC, 0), 1 - self.report["general_share"]
+        if own < _MIN_SHARE * share * tokens:
+            found.append(
+                f"{own} of {tokens} tokens are of the traffic ({own / tokens:.0%}), the others of the"
+                f" general mix; {share:.0%} were asked for"
+            )
+        return found
 
     @property
     def sha256(self) -> str:
@@ -348,12 +366,12 @@ def _described(items: Sequence[tuple[str, list[int]]]) -> dict[str, Any]:
     tokens: Counter[str] = Counter()
     for domain, ids in items:
         tokens[domain] += len(ids)
-    quartiles = [lengths[int(q * (len(lengths) - 1))] for q in (0, 0.25, 0.5, 0.75, 1)]
+    places = [int(q * (len(lengths) - 1)) for q in (0, 0.25, 0.5, 0.75, 1)] if lengths else []
     return {
         "windows": len(items),
         "tokens": sum(lengths),
         "tokens_by_domain": dict(tokens),
-        "length_quartiles": quartiles if lengths else [],
+        "length_quartiles": [lengths[place] for place in places],
     }
 
 

@@ -146,6 +146,8 @@ def write_folder(
     expected = [module_name(layer, role) for layer, role in plan.targets]
     written = _tensor_bytes(result, weights)
     warnings = check_proof(proofs, expected, predicted_bytes=plan.bytes, written_bytes=written)
+    if calibration is not None:
+        warnings += calibration.warnings
     if not is_single:
         warnings.append("the BLAS in use could not be told to run on one thread")
     proof = {

@@ -128,7 +128,7 @@ def _proof(
         "predicted_bytes": plan.num_bytes,
         "bits_per_weight": plan.bits_per_weight,
         "calibration": None if calibration is None else calibration.report,
-        "warnings": list(written.notes),
+        "warnings": [*written.notes, *([] if calibration is None else calibration.warnings)],
         "linears": [
             {
                 "name": t.name,
