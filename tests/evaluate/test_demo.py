@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+
 import pytest
 
 from support.data import demo_file
+from trivet.checkpoint import Tokenizer
 from trivet.config import KVFormat, ModelConfig
 from trivet.evaluate import (
     Verdict,
@@ -14,6 +18,9 @@ from trivet.evaluate import (
     measure_quality,
     new_scorer,
 )
+from trivet.evaluate.checks import identity
+from trivet.evaluate.results import Finding
+from trivet.evaluate.subject import LocalSubject
 from trivet.loader import load_model
 
 pytestmark = [pytest.mark.demo, pytest.mark.slow]
@@ -42,3 +49,20 @@ def test_formats_pass_the_gate_on_the_demo_model() -> None:
         assert report.overall.mean_kl is not None
         limit = 0.002 if name == "int8 KV" else 0.01
         assert report.overall.mean_kl < limit, (name, report.overall)
+
+
+def test_a_few_lost_merges_are_another_tokenizer() -> None:
+    """Of 48,900 merges the last 500: no short probe text has one of them."""
+    demo_file()
+    whole = load_model(ModelConfig(model="demo"))
+    data = whole.tokenizer.data
+    content = json.loads(data.json)
+    content["model"]["merges"] = content["model"]["merges"][:-500]
+    cut = Tokenizer(dataclasses.replace(data, json=json.dumps(content)))
+    packed = dataclasses.replace(whole.packed, _tokenizers=[cut])
+    broken = dataclasses.replace(whole, packed=packed)
+    found = identity.check(LocalSubject(broken, 64), LocalSubject(whole, 64))
+    assert found.finding is Finding.REJECT
+    assert found.metrics["differ"] == ["token ids of texts"]
+    same = identity.check(LocalSubject(whole, 64), LocalSubject(whole, 64))
+    assert same.finding is Finding.PASS

@@ -2,6 +2,8 @@
 
 A wrong pre-tokenizer, a lost BOS or another chat template ruins answers while the weights are perfect.
 Both models are asked for the token ids of the same texts and rendered chats; any difference rejects.
+The texts are short ones that tell pre-tokenizers apart, and pages of prose and code, in which a
+vocabulary or merges that were cut show.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+from trivet.evaluate.corpora import builtin_corpora
 from trivet.evaluate.results import CheckResult, Finding, Kind
 from trivet.evaluate.subject import Subject
 
@@ -30,11 +33,23 @@ _CHATS: tuple[list[dict[str, str]], ...] = (
 )  # fmt: skip
 
 
+_PAGE_CHARS, _PAGES = 4000, 12  # of each of the built-in corpora, spread over it
+
+
+def _pages() -> list[str]:
+    pages = []
+    for corpus in builtin_corpora():
+        step = max(1, len(corpus.text) // _PAGES)
+        starts = range(0, len(corpus.text), step)[:_PAGES]
+        pages += [corpus.text[start : start + _PAGE_CHARS] for start in starts]
+    return pages
+
+
 def describe(subject: Subject) -> dict[str, Any]:
     """What a model makes of the probes; equal for equal tokenizers. None: it does not say."""
     chats = [subject.encode_chat(messages) for messages in _CHATS]
     return {
-        "token ids of texts": [subject.encode(text) for text in _TEXTS],
+        "token ids of texts": [subject.encode(text) for text in (*_TEXTS, *_pages())],
         "token ids without special tokens": [
             subject.encode(text, add_special_tokens=False) for text in _TEXTS
         ],
