@@ -20,6 +20,7 @@ from typing import Any
 
 from trivet import files
 from trivet.checkpoint import ModelSource, Tokenizer, resolve_model
+from trivet.checkpoint.cache import remove_caches
 from trivet.checkpoint.formats import FORMATS as FOLDER_FORMATS
 from trivet.config import ModelConfig, RowRule
 from trivet.errors import CheckpointError, ConfigError
@@ -363,7 +364,9 @@ def _settle(target: Path, candidate: Path, judged: dict[str, Any] | None) -> Pat
     if judged is not None:
         text = json.dumps(plain(judged), indent=1, allow_nan=False)
         (candidate / "gate.json").write_text(text + "\n", "utf-8")
-    shutil.rmtree(candidate / ".trivet", ignore_errors=True)  # the gate's packed cache
+        file = candidate / FILE_NAME
+        remove_caches(resolve_model(file if file.exists() else candidate), "auto")  # the gate's
+    shutil.rmtree(candidate / ".trivet", ignore_errors=True)
     files.settle(candidate, final)
     return final
 

@@ -55,6 +55,7 @@ MISTAKES = [
     (["generate", "absent.toml", "--prompt", "a"], "absent.toml"),
     (["generate"], "MODEL"),
     (["info", "absent-model"], "absent-model"),
+    (["info", "of-gguf"], "give the file in it: model.gguf"),
     (["info", "--fresh"], "fresh"),
     (["info", "--weights", "w8a8"], "--weights together with MODEL"),
     (["info", "--kv-bytes", "5"], "--kv-bytes together with MODEL"),
@@ -132,6 +133,8 @@ def test_a_mistake_is_one_line_and_exit_2(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("latin1.txt").write_bytes(b"caf\xe9")
+    Path("of-gguf").mkdir()
+    Path("of-gguf", "model.gguf").touch()
     # As Python opens it where the locale is C: bytes that are no UTF-8 become lone surrogates.
     stdin = io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8", errors="surrogateescape")
     monkeypatch.setattr(sys, "stdin", stdin)

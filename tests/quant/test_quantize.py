@@ -17,7 +17,9 @@ import pytest
 from support.tiny_models import Variant, build_folder, build_gguf
 from trivet.checkpoint import resolve_model
 from trivet.checkpoint.huggingface import read_safetensors_header
+from trivet.config import ModelConfig
 from trivet.errors import CheckpointError, ConfigError, QuantError
+from trivet.loader import load_model
 from trivet.models import open_model
 from trivet.models.reference import float_logits
 from trivet.quant import load_packed, pipeline
@@ -405,6 +407,25 @@ def test_the_folder_has_its_name_only_on_pass(
     assert done.verdict == verdict
     assert [p.name for p in tmp_path.iterdir()] == [name]
     assert json.loads((tmp_path / name / "gate.json").read_text())["verdict"] == verdict
+
+
+@pytest.mark.parametrize("format", ["native", "gguf:Q8_0"])
+def test_no_packed_cache_of_a_candidate_stays(
+    source: Path, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIVET_CACHE", str(tmp_path / "cache"))
+    seen: list[str] = []
+
+    def judge(settings: Any, candidate: Path) -> dict[str, Any]:
+        load_model(ModelConfig(model=str(candidate), threads=1))
+        seen.extend(path.suffix for path in (tmp_path / "cache").iterdir())
+        return {"verdict": "pass", "reasons": []}
+
+    monkeypatch.setattr("trivet.quantization._judge", judge)
+    settings = {**QUICK, "gate": "fast", "group_size": 64}
+    quantize(source, tmp_path / "out", method="rtn", bits=8, format=format, **settings)
+    assert ".trivet" in seen
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_auto_proves_8_bits_and_stops_at_the_first_pass_at_4(

@@ -67,6 +67,18 @@ def cache_paths(source: ModelSource, requested: str) -> list[Path]:
     return [parent / ".trivet" / f"{stem}.{requested}.trivet", user]
 
 
+def remove_caches(source: ModelSource, requested: str) -> None:
+    """Remove the caches of a model that no longer has this name, as far as that can be done."""
+    for path in cache_paths(source, requested):
+        for file in (path, _lock_path(path)):
+            with contextlib.suppress(OSError):
+                file.unlink(missing_ok=True)
+
+
+def _lock_path(path: Path) -> Path:
+    return path.with_name(f".{path.name}.lock")
+
+
 def user_cache() -> Path:
     """The folder TRIVET_CACHE names, else trivet's in the user's cache folder; it need not exist.
 
@@ -184,7 +196,7 @@ def writing(path: Path, wait: Callable[[], None] = lambda: None) -> Iterator[Non
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = path.with_name(f".{path.name}.lock").open("wb")
+        lock = _lock_path(path).open("wb")
     except OSError as error:
         raise NoRoomError(path, error.strerror or str(error)) from None
     with lock:

@@ -88,7 +88,9 @@ def _demo() -> ModelSource:
 
 def _folder(path: Path, name: str) -> ModelSource:
     if not (path / "config.json").is_file():
-        raise CheckpointError(path, "is not a model folder (it has no config.json)")
+        files = ", ".join(file.name for file in sorted(path.glob("*.gguf"))[:3])
+        hint = f"; give the file in it: {files}" if files else ""
+        raise CheckpointError(path, f"is not a model folder (it has no config.json){hint}")
     weights = sorted(path.glob("*.safetensors"))
     sides = [path / side for side in _SIDE_FILES if (path / side).is_file()]
     return ModelSource("hf", path, name, (*sides, *weights))

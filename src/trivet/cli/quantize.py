@@ -285,9 +285,9 @@ def _show(out: Output, done: Quantized) -> None:
     ]
     if ratios:
         mean = number(sum(ratios) / len(ratios))
-        rows.append(
-            ("output error", f"{mean} of round to nearest's, mean over {len(ratios)} linears")
-        )
+        is_measured = any(linear["tokens"] for linear in linears)
+        name = "output error" if is_measured else "weight error"
+        rows.append((name, f"{mean} of round to nearest's, mean over {len(ratios)} linears"))
     if done.gate is not None:
         rows += [("reason", reason) for reason in done.gate.get("reasons", [])[:4]]
         if done.verdict != "pass" and done.gate.get("next_step"):
