@@ -25,7 +25,8 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
         user_cache()
 
 
-def test_what_is_no_file_is_no_cache(tmp_path: Path) -> None:
+def test_what_is_no_file_is_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRIVET_CACHE", raising=False)
     query = CacheQuery.of(build_folder(tmp_path / "model", VARIANTS["llama2"]), "auto")
     query.paths[0].parent.mkdir()
     os.mkfifo(query.paths[0])
