@@ -206,7 +206,8 @@ def quantize(
     max_bytes   no tensor bytes above this; with auto, the budget it works under
     keep        ``REGEX=FORMAT`` for linears that get another format
     gate        ``fast``, ``full`` or ``off``
-    mixed       format of the units that hurt most (``w8-g64``), as far as ``max_bytes`` goes
+    mixed       formats that units may have instead, separated by commas (``w4-g32,w8-g64``): where
+                bytes save most, as far as ``max_bytes`` goes
     auto        8 bits first, then methods at 4 bits until the gate passes
     activations rule for the activations of 8-bit rows: ``row``, ``hadamard64``, ``static``,
                 ``outliersM`` or ``hadamard64+outliersM``; None: the engine's own, in groups of 128
@@ -426,15 +427,21 @@ def _recipe(method: str, format: str, config: GptqConfig, requantize: bool) -> R
 
 
 def _mixed(settings: _Settings, plan: Plan, low: Target, mixed: str, max_bytes: int | None) -> Plan:
-    """The plan with the most sensitive units in the format ``mixed``."""
+    """The plan with each unit in its own format or one of ``mixed``, separated by commas."""
     from trivet.quant.methods.mixed import measure_units, mixed_plan
 
-    high = parse_target(mixed, "mixed")
-    if not isinstance(high, Grid) or not isinstance(low, Grid) or high.bits <= low.bits:
-        raise ConfigError("mixed", mixed, "an integer format of more bits than --bits")
+    others = [parse_target(name.strip(), "mixed") for name in mixed.split(",")]
+    grids = [other for other in others if isinstance(other, Grid) and other != low]
+    if not isinstance(low, Grid) or len(grids) < len(others):
+        raise ConfigError(
+            "mixed", mixed, "integer formats other than that of --bits, as w4-g32,w8-g64"
+        )
     if max_bytes is None:
         raise ConfigError("mixed", mixed, "together with --max-bytes")
-    _require_budget(plan, max_bytes)
+    for grid in grids:
+        make_plan(
+            settings.model.spec, grid
+        )  # names the linear whose columns its groups do not divide
     tokenizer = Tokenizer(settings.model.tokenizer_data(), settings.source.path)
     few = dataclasses.replace(
         settings.calibrate, samples=4, window=min(settings.calibrate.window, 128)
@@ -442,8 +449,8 @@ def _mixed(settings: _Settings, plan: Plan, low: Target, mixed: str, max_bytes: 
     texts = few.build(tokenizer, settings.model.spec.max_positions)
     settings.progress("measuring sensitivity", 0, 1)
     with single_threaded(), Workers(settings.threads) as workers:
-        units = measure_units(settings.model, texts.train, low, high, workers)
-    return mixed_plan(plan, units, high, max_bytes)
+        units = measure_units(settings.model, texts.train, low, grids, workers)
+    return mixed_plan(plan, units, max_bytes)
 
 
 def _require_budget(plan: Plan, max_bytes: int | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +14,12 @@ from trivet.errors import ConfigError
 from trivet.models import Model, open_model
 from trivet.quant.blas import Workers, single_threaded
 from trivet.quant.grid import Grid
-from trivet.quant.methods.mixed import Unit, choose, measure_units, mixed_plan
-from trivet.quant.plan import make_plan
+from trivet.quant.methods.mixed import Option, Unit, choose, measure_units, mixed_plan
+from trivet.quant.plan import Plan, make_plan
 from trivet.quantization import quantize
 
 SHAPE = Variant(hidden=64, heads=4, kv_heads=2, head_dim=32, ffn=128, layers=2, tied=True)
-LOW, HIGH = Grid(2, 32), Grid(8, 32)
+LOW, MIDDLE, HIGH = Grid(2, 32), Grid(4, 32), Grid(8, 32)
 
 
 @pytest.fixture(scope="module")
@@ -29,52 +30,100 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def units_of(model: Model) -> list[Unit]:
     texts = [np.random.default_rng(0).integers(3, SHAPE.vocab, 60).tolist()]
     with single_threaded(), Workers(2) as workers:
-        return measure_units(model, texts, LOW, HIGH, workers)
+        return measure_units(model, texts, LOW, [MIDDLE, HIGH], workers)
 
 
 def test_every_unit_is_measured_and_more_bits_hurt_less(source: Path) -> None:
     units = units_of(open_model(resolve_model(source)))
     assert len(units) == 4 * SHAPE.layers
-    assert all(0 < unit.high_kl < 0.01 * unit.low_kl for unit in units)
+    for unit in units:
+        low, middle, high = unit.options
+        assert 0 < high.kl < 0.01 * middle.kl < 0.1 * low.kl
+        assert low.bytes < middle.bytes < high.bytes
     assert len({unit.name for unit in units}) == len(units)
 
 
-def test_the_budget_buys_the_most_sensitive_units(source: Path) -> None:
+def divergence(units: list[Unit], plan: Plan) -> float:
+    """What the units in a plan's formats are taken to add up to."""
+    return sum(
+        option.kl
+        for unit in units
+        for option in unit.options
+        if option.target == plan.targets[unit.layer, unit.roles[0]]
+    )
+
+
+def test_the_budget_buys_what_saves_most(source: Path) -> None:
     model = open_model(resolve_model(source))
     plan, units = make_plan(model.spec, LOW), units_of(model)
-    finest = make_plan(model.spec, HIGH)
-    budget = (plan.bytes + finest.bytes) // 2
-    mixed = mixed_plan(plan, units, HIGH, budget)
-    assert plan.bytes < mixed.bytes <= budget
-    raised = [u for u in units if mixed.targets[u.layer, u.roles[0]] == HIGH]
-    left = [u for u in units if mixed.targets[u.layer, u.roles[0]] == LOW]
-    assert raised
-    assert left
-    assert max(u.gain for u in raised) >= max(u.gain for u in left)
+    middle, finest = make_plan(model.spec, MIDDLE), make_plan(model.spec, HIGH)
+    mixed = mixed_plan(plan, units, middle.bytes)
+    assert plan.bytes < mixed.bytes <= middle.bytes
+    assert divergence(units, mixed) <= divergence(units, middle)
     for unit in units:
         assert len({mixed.targets[unit.layer, role] for role in unit.roles}) == 1
-    assert mixed_plan(plan, units, HIGH, plan.bytes) == plan
-    assert mixed_plan(plan, units, HIGH, finest.bytes) == finest
+    assert mixed_plan(plan, units, plan.bytes) == plan
+    assert mixed_plan(plan, units, finest.bytes) == finest
+    with pytest.raises(ConfigError, match=f"at least the {plan.bytes} bytes"):
+        mixed_plan(plan, units, plan.bytes - 1)
 
 
 def test_what_is_kept_by_hand_stays(source: Path) -> None:
     model = open_model(resolve_model(source))
-    plan = make_plan(model.spec, LOW, ["down_proj=w4-g32"])
-    mixed = mixed_plan(plan, units_of(model), HIGH, 10 * plan.bytes)
-    assert mixed.targets[0, "down"] == Grid(4, 32)
+    plan = make_plan(model.spec, LOW, ["down_proj=w4-g64"])
+    mixed = mixed_plan(plan, units_of(model), 10 * plan.bytes)
+    assert mixed.targets[0, "down"] == Grid(4, 64)
     assert mixed.targets[0, "o"] == HIGH
 
 
+def _unit(layer: int, *options: tuple[float, int]) -> Unit:
+    grids = (LOW, MIDDLE, HIGH)
+    return Unit(layer, ("o",), tuple(Option(g, *o) for g, o in zip(grids, options, strict=False)))
+
+
 def test_choice_is_by_gain_per_byte() -> None:
+    units = [_unit(0, (1.0, 100), (0.0, 300)), _unit(1, (0.9, 100), (0.0, 200)),
+             _unit(2, (0.1, 100), (0.0, 200))]  # fmt: skip
+
+    def raised(budget: int) -> set[str]:
+        return {name for name, option in choose(units, budget).items() if option.target != LOW}
+
+    assert raised(300) == set()
+    assert raised(400) == {"layers.1.o"}
+    assert raised(600) == {"layers.1.o", "layers.0.o"}
+    assert len(raised(700)) == 3
+
+
+def test_formats_that_never_pay_are_passed_over() -> None:
+    unit = _unit(0, (1.0, 100), (0.9, 200), (0.0, 300))  # the middle lies above the line
+    assert [option.target for option in unit.hull()] == [LOW, HIGH]
+    worse = _unit(0, (1.0, 100), (1.1, 200), (0.5, 300))
+    assert [option.target for option in worse.hull()] == [LOW, HIGH]
+    steps = _unit(0, (1.0, 100), (0.2, 200), (0.0, 300))
+    assert [option.target for option in steps.hull()] == [LOW, MIDDLE, HIGH]
+    assert choose([unit], 200)["layers.0.o"].target == LOW
+    assert choose([steps], 200)["layers.0.o"].target == MIDDLE
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_choice_is_within_one_step_of_the_best(seed: int) -> None:
+    rng = np.random.default_rng(seed)
     units = [
-        Unit(0, ("o",), 1.0, 0.0, 100, 300),
-        Unit(1, ("o",), 0.9, 0.0, 100, 200),
-        Unit(2, ("o",), 0.1, 0.0, 100, 200),
+        _unit(
+            layer, *zip(np.sort(rng.random(3))[::-1], np.sort(rng.integers(1, 99, 3)), strict=True)
+        )
+        for layer in range(5)
     ]
-    assert choose(units, 300) == set()
-    assert choose(units, 400) == {"layers.1.o"}
-    assert choose(units, 600) == {"layers.1.o", "layers.0.o"}
-    assert len(choose(units, 700)) == 3
+    budget = int(sum(min(o.bytes for o in u.options) for u in units) + rng.integers(0, 150))
+    chosen = choose(units, budget)
+    assert sum(option.bytes for option in chosen.values()) <= budget
+    best = min(
+        sum(option.kl for option in mix)
+        for mix in itertools.product(*(unit.options for unit in units))
+        if sum(option.bytes for option in mix) <= budget
+    )
+    step = max(a.kl - b.kl for unit in units for a, b in itertools.pairwise(unit.hull()))
+    assert sum(option.kl for option in chosen.values()) <= best + step
 
 
 def test_a_mixed_folder_is_written_within_its_budget(source: Path, tmp_path: Path) -> None:
@@ -88,8 +137,10 @@ def test_a_mixed_folder_is_written_within_its_budget(source: Path, tmp_path: Pat
     assert set(done.prediction.targets) == {"w4-g32", "w8-g32"}
 
 
-def test_mixed_needs_a_budget_and_more_bits(source: Path, tmp_path: Path) -> None:
+def test_mixed_needs_a_budget_and_other_formats(source: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--max-bytes"):
         quantize(source, tmp_path / "out", group_size=32, mixed="w8-g32")
-    with pytest.raises(ConfigError, match="more bits"):
-        quantize(source, tmp_path / "out", group_size=32, mixed="w3-g32", max_bytes=1 << 30)
+    with pytest.raises(ConfigError, match="integer formats other than"):
+        quantize(source, tmp_path / "out", group_size=32, mixed="w8-g32,w4-g32", max_bytes=1 << 30)
+    with pytest.raises(ConfigError, match="the smallest mix"):
+        quantize(source, tmp_path / "out", group_size=32, mixed="w3-g32", max_bytes=1000)

@@ -101,8 +101,9 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--mixed",
-    metavar="FORMAT",
-    help="With --max-bytes: linears that hurt most get this format (w8-g64) while bytes last.",
+    metavar="FORMATS",
+    help="With --max-bytes: formats that linears may have instead (w4-g32,w8-g64), where bytes "
+    "save most.",
 )
 @click.option(
     "--activations",

@@ -1,22 +1,28 @@
-"""Mixed precision: the linears that hurt most get more bits, as far as a byte budget goes.
+"""Mixed precision: each unit gets the format in which its bytes save most, as far as a budget goes.
 
 A unit is what engines run as one matrix: q, k, v; o; gate, up; down of a layer. Its sensitivity is
-measured: the divergence of the model's next-token distribution when this unit alone is in the low
-format. All units are measured in one pass over the layers: every variant is a copy of the hidden
+measured: the divergence of the model's next-token distribution when this unit alone is in the plan's
+own format. All units are measured in one pass over the layers: every variant is a copy of the hidden
 states that leaves the common path at its layer, so one layer's weights are in memory at a time.
 
-The divergence in the high format is the low one scaled by the ratio of the squared weight errors, and
-those of several units are taken to add up; what a mix really costs the gate measures.
+The divergence in another format is the measured one scaled by the ratio of the squared weight errors,
+and those of several units are taken to add up; what a mix really costs the gate measures. Of the sum's
+least value under the budget the choice is within one unit's step: formats of a unit off the lower
+convex hull of bytes and divergence never pay, and the steps along the hulls are taken by what they
+save per byte (the fractional relaxation of the multiple-choice knapsack; Sinha and Zoltners 1979).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
+from trivet.errors import ConfigError
 from trivet.models import Model
+from trivet.models.load import matrix_shapes
 from trivet.models.reference import to_float
 from trivet.quant.blas import Workers
 from trivet.quant.grid import Float32, Grid, dequantize
@@ -28,34 +34,56 @@ _HEAD_COLUMNS = 8192  # of the vocabulary at a time
 
 
 @dataclasses.dataclass(frozen=True)
+class Option:
+    """A unit in one format: divergence in nats per token, and bytes."""
+
+    target: Grid
+    kl: float
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Unit:
-    """One fused unit: divergence in nats per token and bytes, low and high."""
+    """One fused unit, first in the plan's own format, then in the others."""
 
     layer: int
     roles: tuple[str, ...]
-    low_kl: float
-    high_kl: float
-    low_bytes: int
-    high_bytes: int
+    options: tuple[Option, ...]
 
     @property
     def name(self) -> str:
         return unit_name(self.layer, self.roles)
 
-    @property
-    def gain(self) -> float:
-        """Divergence saved per byte by going up."""
-        return (self.low_kl - self.high_kl) / max(self.high_bytes - self.low_bytes, 1)
+    def hull(self) -> list[Option]:
+        """The options that may pay, fewest bytes first: each step saves less per byte than the last."""
+        found: list[Option] = []
+        for option in sorted(self.options, key=lambda o: (o.bytes, o.kl)):
+            if found and option.kl >= found[-1].kl:
+                continue
+            while len(found) > 1 and _gain(found[-1], option) >= _gain(found[-2], found[-1]):
+                found.pop()
+            found.append(option)
+        return found
+
+
+def _gain(below: Option, above: Option) -> float:
+    """Divergence saved per byte."""
+    return (below.kl - above.kl) / max(above.bytes - below.bytes, 1)
 
 
 def measure_units(
-    model: Model, sequences: Sequence[Sequence[int]], low: Grid, high: Grid, workers: Workers
+    model: Model,
+    sequences: Sequence[Sequence[int]],
+    own: Grid,
+    others: Sequence[Grid],
+    workers: Workers,
 ) -> list[Unit]:
     """The sensitivity of every unit on the given token ids. Call it with BLAS on one thread."""
     stream = Stream(model, sequences, [], workers)
     num_base = len(stream.batches)
     base_batches = list(stream.batches)
-    found: list[tuple[int, tuple[str, ...], float, int, int]] = []
+    grids = (own, *others)
+    found: list[tuple[int, tuple[str, ...], list[float]]] = []
     for layer in range(model.spec.num_layers):
         weights = LayerWeights.read(model, layer)
         start = list(stream.hidden[:num_base])
@@ -63,29 +91,35 @@ def measure_units(
         common, common_batches = stream.hidden, stream.batches
         for roles in FUSED:
             changed = weights.copy()
-            below = above = 0.0
-            low_bytes = high_bytes = 0
+            errors = [0.0] * len(grids)
             for role in roles:
                 weight = weights.matrices[role]
-                values = dequantize(quantize_rtn(weight, low))
-                changed.matrices[role] = values
-                finer = dequantize(quantize_rtn(weight, high))
-                below += float(np.square(values - weight).sum(dtype=np.float64))
-                above += float(np.square(finer - weight).sum(dtype=np.float64))
-                low_bytes += target_bytes(low, *weight.shape)
-                high_bytes += target_bytes(high, *weight.shape)
+                for at, grid in enumerate(grids):
+                    values = dequantize(quantize_rtn(weight, grid))
+                    errors[at] += float(np.square(values - weight).sum(dtype=np.float64))
+                    if at == 0:
+                        changed.matrices[role] = values
             stream.hidden, stream.batches = list(start), list(base_batches)
             stream.advance(changed)
             common = common + stream.hidden
             common_batches = common_batches + base_batches
-            ratio = above / below if below else 1.0
-            found.append((layer, roles, ratio, low_bytes, high_bytes))
+            found.append((layer, roles, errors))
         stream.hidden, stream.batches = common, common_batches
-    divergences = _divergences(model, stream, num_base)
-    return [
-        Unit(layer, roles, kl, kl * ratio, low_bytes, high_bytes)
-        for (layer, roles, ratio, low_bytes, high_bytes), kl in zip(found, divergences, strict=True)
-    ]
+    shapes = matrix_shapes(model.spec)
+    units = []
+    for (layer, names, errors), kl in zip(
+        found, _divergences(model, stream, num_base), strict=True
+    ):
+        options = tuple(
+            Option(
+                grid,
+                kl * (error / errors[0] if errors[0] else 1.0),
+                sum(target_bytes(grid, *shapes[role]) for role in names),
+            )
+            for grid, error in zip(grids, errors, strict=True)
+        )
+        units.append(Unit(layer, names, options))
+    return units
 
 
 def _divergences(model: Model, stream: Stream, num_base: int) -> list[float]:
@@ -119,29 +153,40 @@ def _divergences(model: Model, stream: Stream, num_base: int) -> list[float]:
     return [sum(sums[begin : begin + num_base]) / tokens for begin in range(0, len(sums), num_base)]
 
 
-def choose(units: Sequence[Unit], budget_bytes: int) -> set[str]:
-    """Names of the units that go up: most divergence saved per byte first, while bytes are left."""
-    chosen: set[str] = set()
-    left = budget_bytes - sum(unit.low_bytes for unit in units)
-    for unit in sorted(units, key=lambda u: (-u.gain, u.layer, u.roles)):
-        cost = unit.high_bytes - unit.low_bytes
-        if unit.gain > 0 and cost <= left:
-            chosen.add(unit.name)
+def choose(units: Sequence[Unit], budget_bytes: int) -> dict[str, Option]:
+    """The option of each unit, by name, within a budget that the smallest of all fit."""
+    hulls = {unit.name: unit.hull() for unit in units}
+    chosen = {name: hull[0] for name, hull in hulls.items()}
+    left = budget_bytes - sum(option.bytes for option in chosen.values())
+    steps = [
+        (-_gain(below, above), order, unit.name, below, above)
+        for order, unit in enumerate(units)
+        for below, above in itertools.pairwise(hulls[unit.name])
+    ]
+    for _, _, name, below, above in sorted(steps, key=lambda step: step[:2]):
+        cost = above.bytes - below.bytes
+        if cost <= left and chosen[name] == below:
+            chosen[name] = above
             left -= cost
     return chosen
 
 
-def mixed_plan(plan: Plan, units: Sequence[Unit], high: Grid, max_bytes: int) -> Plan:
-    """The plan with the chosen units in ``high``; linears that are kept by hand stay as they are."""
-    free = [unit for unit in units if _is_low(plan, unit)]
-    fixed = plan.bytes - sum(unit.low_bytes for unit in free)
+def mixed_plan(plan: Plan, units: Sequence[Unit], max_bytes: int) -> Plan:
+    """The plan with the chosen formats; linears that are kept by hand stay as they are.
+
+    Raises ConfigError: the smallest formats are above the budget.
+    """
+    free = [unit for unit in units if _is_own(plan, unit)]
+    fixed = plan.bytes - sum(unit.options[0].bytes for unit in free)
+    least = fixed + sum(min(option.bytes for option in unit.options) for unit in free)
+    if least > max_bytes:
+        raise ConfigError("max_bytes", max_bytes, f"at least the {least} bytes of the smallest mix")
     chosen = choose(free, max_bytes - fixed)
     targets: dict[tuple[int, str], Target] = dict(plan.targets)
     for unit in free:
-        if unit.name in chosen:
-            targets |= {(unit.layer, role): high for role in unit.roles}
-    return Plan(plan.spec, targets)
+        targets |= {(unit.layer, role): chosen[unit.name].target for role in unit.roles}
+    return dataclasses.replace(plan, targets=targets)
 
 
-def _is_low(plan: Plan, unit: Unit) -> bool:
-    return sum(plan.num_bytes(unit.layer, role) for role in unit.roles) == unit.low_bytes
+def _is_own(plan: Plan, unit: Unit) -> bool:
+    return all(plan.targets[unit.layer, role] == unit.options[0].target for role in unit.roles)
