@@ -438,10 +438,9 @@ def _mixed(settings: _Settings, plan: Plan, low: Target, mixed: str, max_bytes: 
         )
     if max_bytes is None:
         raise ConfigError("mixed", mixed, "together with --max-bytes")
+    # Before the measuring: names the linear whose columns the groups of a format do not divide.
     for grid in grids:
-        make_plan(
-            settings.model.spec, grid
-        )  # names the linear whose columns its groups do not divide
+        make_plan(settings.model.spec, grid)
     tokenizer = Tokenizer(settings.model.tokenizer_data(), settings.source.path)
     few = dataclasses.replace(
         settings.calibrate, samples=4, window=min(settings.calibrate.window, 128)
