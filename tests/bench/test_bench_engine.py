@@ -153,6 +153,7 @@ import os, signal, subprocess, sys
 from trivet.bench.process import EngineProcess
 from trivet.config import ModelConfig
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started us with &
 start = subprocess.Popen
 def interrupt(*arguments, **options):
     process = start(*arguments, **options)
