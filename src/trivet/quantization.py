@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from trivet import files
-from trivet.checkpoint import ModelSource, Tokenizer, resolve_model
+from trivet.checkpoint import ModelSource, resolve_model
 from trivet.checkpoint.cache import remove_caches
 from trivet.checkpoint.formats import FORMATS as FOLDER_FORMATS
 from trivet.config import ModelConfig, RowRule
@@ -28,7 +28,6 @@ from trivet.json_values import plain
 from trivet.models import ModelSpec, open_model
 from trivet.models.gguf_export import plan_gguf
 from trivet.models.load import Model, matrix_shapes
-from trivet.quant.blas import Workers, single_threaded
 from trivet.quant.calibrate import CalibrationConfig
 from trivet.quant.folder import Outcome
 from trivet.quant.gguf import (
@@ -53,7 +52,6 @@ from trivet.quant.plan import (
     Target,
     loaders,
     make_plan,
-    parse_target,
 )
 from trivet.quant.recipe import Recipe
 from trivet.quant.workplace import claimed, free_attempt, free_candidate, named
@@ -278,7 +276,12 @@ def quantize(
             is_static = recipe.activation_form.rule is RowRule.STATIC
             plan = dataclasses.replace(plan, has_input_scales=is_static)
         if mixed is not None:
-            plan = _mixed(settings, plan, default, mixed, max_bytes)
+            from trivet.quant.mix import mix
+
+            plan = mix(
+                source, opened, plan, recipe, default, mixed, max_bytes, calibrate, settings.threads,
+                settings.progress,
+            )  # fmt: skip
         _require_budget(plan, max_bytes)
         return _attempt(settings, plan, recipe, target, dry_run)
 
@@ -424,32 +427,6 @@ def _recipe(method: str, format: str, config: GptqConfig, requantize: bool) -> R
     if config.act_order == "desc_act" and written == "awq":
         raise ConfigError("act_order", config.act_order, "static or none: AWQ has no g_idx")
     return Recipe(method=method, format=written, gptq=config, requantized=requantize)
-
-
-def _mixed(settings: _Settings, plan: Plan, low: Target, mixed: str, max_bytes: int | None) -> Plan:
-    """The plan with each unit in its own format or one of ``mixed``, separated by commas."""
-    from trivet.quant.methods.mixed import measure_units, mixed_plan
-
-    others = [parse_target(name.strip(), "mixed") for name in mixed.split(",")]
-    grids = [other for other in others if isinstance(other, Grid) and other != low]
-    if not isinstance(low, Grid) or len(grids) < len(others):
-        raise ConfigError(
-            "mixed", mixed, "integer formats other than that of --bits, as w4-g32,w8-g64"
-        )
-    if max_bytes is None:
-        raise ConfigError("mixed", mixed, "together with --max-bytes")
-    # Before the measuring: names the linear whose columns the groups of a format do not divide.
-    for grid in grids:
-        make_plan(settings.model.spec, grid)
-    tokenizer = Tokenizer(settings.model.tokenizer_data(), settings.source.path)
-    few = dataclasses.replace(
-        settings.calibrate, samples=4, window=min(settings.calibrate.window, 128)
-    )
-    texts = few.build(tokenizer, settings.model.spec.max_positions)
-    settings.progress("measuring sensitivity", 0, 1)
-    with single_threaded(), Workers(settings.threads) as workers:
-        units = measure_units(settings.model, texts.train, low, grids, workers)
-    return mixed_plan(plan, units, max_bytes)
 
 
 def _require_budget(plan: Plan, max_bytes: int | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +14,11 @@ from trivet.checkpoint import resolve_model
 from trivet.errors import ConfigError
 from trivet.models import Model, open_model
 from trivet.quant.blas import Workers, single_threaded
+from trivet.quant.calibrate import CalibrationSet
 from trivet.quant.grid import Grid
 from trivet.quant.methods.mixed import Option, Unit, choose, measure_units, mixed_plan
 from trivet.quant.plan import Plan, make_plan
+from trivet.quant.recipe import Recipe
 from trivet.quantization import quantize
 
 SHAPE = Variant(hidden=64, heads=4, kv_heads=2, head_dim=32, ffn=128, layers=2, tied=True)
@@ -27,14 +30,17 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_folder(tmp_path_factory.mktemp("mixed") / "model", SHAPE, dtype="F32")
 
 
-def units_of(model: Model) -> list[Unit]:
-    texts = [np.random.default_rng(0).integers(3, SHAPE.vocab, 60).tolist()]
+def units_of(model: Model, method: str = "rtn") -> list[Unit]:
+    rng = np.random.default_rng(0)
+    train, apart = rng.integers(3, SHAPE.vocab, (8, 60)).tolist(), rng.integers(3, 256, (2, 60))
+    texts = CalibrationSet(train, apart.tolist(), {})
     with single_threaded(), Workers(2) as workers:
-        return measure_units(model, texts, LOW, [MIDDLE, HIGH], workers)
+        return measure_units(model, texts, [LOW, MIDDLE, HIGH], Recipe(method), workers)
 
 
-def test_every_unit_is_measured_and_more_bits_hurt_less(source: Path) -> None:
-    units = units_of(open_model(resolve_model(source)))
+@pytest.mark.parametrize("method", ["rtn", "gptq", "awq"])
+def test_every_unit_is_measured_and_more_bits_hurt_less(source: Path, method: str) -> None:
+    units = units_of(open_model(resolve_model(source)), method)
     assert len(units) == 4 * SHAPE.layers
     for unit in units:
         low, middle, high = unit.options
@@ -135,6 +141,47 @@ def test_a_mixed_folder_is_written_within_its_budget(source: Path, tmp_path: Pat
     assert done.outcome is not None
     assert low < done.outcome.bytes <= low + 20_000
     assert set(done.prediction.targets) == {"w4-g32", "w8-g32"}
+    found = done.outcome.proof["sensitivity"]
+    assert len(found["units"]) == 4 * SHAPE.layers
+    assert {unit["chosen"] for unit in found["units"].values()} == {"w4-g32", "w8-g32"}
+    assert found["predicted_kl"] == pytest.approx(
+        sum(unit["kl"][unit["chosen"]] for unit in found["units"].values())
+    )
+    uniform = found["predicted_kl_uniform"]
+    assert uniform["w8-g32"] < found["predicted_kl"] < uniform["w4-g32"]
+
+
+def test_another_budget_measures_nothing_again(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRIVET_CACHE", str(tmp_path / "cache"))
+    calls = []
+
+    def counted(*arguments: Any) -> list[Unit]:
+        calls.append(arguments)
+        return measure_units(*arguments)
+
+    monkeypatch.setattr("trivet.quant.mix.measure_units", counted)
+    low = make_plan(open_model(resolve_model(source)).spec, Grid(4, 32)).bytes
+
+    def planned(budget: int, mixed: str = "w8-g32", **options: Any) -> dict[str, int]:
+        done = quantize(
+            source, tmp_path / "out", method="rtn", group_size=32, mixed=mixed, max_bytes=budget,
+            gate="off", dry_run=True, **options,
+        )  # fmt: skip
+        return done.prediction.targets
+
+    first = planned(low + 20_000)
+    assert planned(low + 20_000) == first
+    assert planned(low + 30_000)["w8-g32"] > first["w8-g32"]
+    assert len(calls) == 1
+    planned(low + 20_000, "w8-g64")
+    planned(low + 20_000, seed=1)
+    assert len(calls) == 3
+    for path in (tmp_path / "cache").iterdir():
+        path.write_text("[{}]")
+    assert planned(low + 20_000) == first
+    assert len(calls) == 4
 
 
 def test_mixed_needs_a_budget_and_other_formats(source: Path, tmp_path: Path) -> None:

@@ -160,6 +160,7 @@ def write_folder(
         "bytes": written,
         "predicted_bytes": plan.bytes,
         "targets": plan.names(),
+        "sensitivity": plan.sensitivity,
         "calibration": None if calibration is None else calibration.report,
         "warnings": warnings,
         "folds": {

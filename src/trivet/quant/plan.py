@@ -66,11 +66,16 @@ def target_name(target: Target) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The target of every linear, by (layer, role), and what it comes to."""
+    """The target of every linear, by (layer, role), and what it comes to.
+
+    has_input_scales  of 8-bit rows: static activations
+    sensitivity       what a mix was chosen from (`trivet.quant.methods.mixed`), for the proof
+    """
 
     spec: ModelSpec
     targets: Mapping[tuple[int, str], Target]
-    has_input_scales: bool = False  # of 8-bit rows: static activations
+    has_input_scales: bool = False
+    sensitivity: Mapping[str, Any] | None = dataclasses.field(default=None, compare=False)
 
     def num_bytes(self, layer: int, role: str) -> int:
         """Bytes of one linear in its target, bias left out."""

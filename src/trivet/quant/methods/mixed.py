@@ -1,22 +1,24 @@
 """Mixed precision: each unit gets the format in which its bytes save most, as far as a budget goes.
 
 A unit is what engines run as one matrix: q, k, v; o; gate, up; down of a layer. Its sensitivity is
-measured: the divergence of the model's next-token distribution when this unit alone is in the plan's
-own format. All units are measured in one pass over the layers: every variant is a copy of the hidden
-states that leaves the common path at its layer, so one layer's weights are in memory at a time.
+measured in every format of the choice: the divergence of the model's next-token distribution when
+this unit alone is in that format, made by the method itself from the inputs it gets in the model as
+it is. (What rounding to nearest costs says little of what GPTQ leaves.) All units are measured in one
+pass over the layers: every variant is a copy of the hidden states that leaves the common path at its
+layer, so one layer's weights are in memory at a time.
 
-The divergence in another format is the measured one scaled by the ratio of the squared weight errors,
-and those of several units are taken to add up; what a mix really costs the gate measures. Of the sum's
-least value under the budget the choice is within one unit's step: formats of a unit off the lower
-convex hull of bytes and divergence never pay, and the steps along the hulls are taken by what they
-save per byte (the fractional relaxation of the multiple-choice knapsack; Sinha and Zoltners 1979).
+Those of several units are taken to add up; `predicted_kl` says what the mix then comes to. Of the
+sum's least value under the budget the choice is within one unit's step: formats of a unit off the
+lower convex hull of bytes and divergence never pay, and the steps along the hulls are taken by what
+they save per byte (the fractional relaxation of the multiple-choice knapsack; Sinha and Zoltners 1979).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -25,12 +27,18 @@ from trivet.models import Model
 from trivet.models.load import matrix_shapes
 from trivet.models.reference import to_float
 from trivet.quant.blas import Workers
+from trivet.quant.calibrate import CalibrationSet
 from trivet.quant.grid import Float32, Grid, dequantize
+from trivet.quant.methods.awq import quantize_clipped
+from trivet.quant.methods.gptq import Hessian, quantize_gptq
 from trivet.quant.methods.rtn import quantize_rtn
-from trivet.quant.observe import LayerWeights, Stream
-from trivet.quant.plan import FUSED, Plan, Target, target_bytes, unit_name
+from trivet.quant.observe import POINTS, Inputs, LayerWeights, Stream
+from trivet.quant.plan import FUSED, Plan, Target, target_bytes, target_name, unit_name
+from trivet.quant.recipe import Recipe
 
 _HEAD_COLUMNS = 8192  # of the vocabulary at a time
+_VARIANT_BYTES = 1 << 30  # of hidden states, of all variants together
+_MIN_TOKENS, _MAX_TOKENS = 128, 512  # that divergence is measured on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,53 +81,105 @@ def _gain(below: Option, above: Option) -> float:
 
 def measure_units(
     model: Model,
-    sequences: Sequence[Sequence[int]],
-    own: Grid,
-    others: Sequence[Grid],
+    texts: CalibrationSet,
+    grids: Sequence[Grid],
+    recipe: Recipe,
     workers: Workers,
+    progress: Callable[[int, int], None] | None = None,
 ) -> list[Unit]:
-    """The sensitivity of every unit on the given token ids. Call it with BLAS on one thread."""
-    stream = Stream(model, sequences, [], workers)
+    """The sensitivity of every unit in every format, the plan's own first.
+
+    texts  what the units are calibrated on; divergence is measured on held-out tokens
+    Call it with BLAS on one thread.
+    """
+    seen = Stream(model, texts.train, [], workers)
+    stream = Stream(model, _measured(texts.held_out, model, len(grids)), [], workers)
     num_base = len(stream.batches)
     base_batches = list(stream.batches)
-    grids = (own, *others)
-    found: list[tuple[int, tuple[str, ...], list[float]]] = []
+    variants: list[tuple[int, tuple[str, ...]]] = []
     for layer in range(model.spec.num_layers):
+        if progress is not None:
+            progress(layer, model.spec.num_layers)
         weights = LayerWeights.read(model, layer)
+        hessians = _hessians(seen, weights, recipe)
         start = list(stream.hidden[:num_base])
         stream.advance(weights)
         common, common_batches = stream.hidden, stream.batches
         for roles in FUSED:
-            changed = weights.copy()
-            errors = [0.0] * len(grids)
-            for role in roles:
-                weight = weights.matrices[role]
-                for at, grid in enumerate(grids):
-                    values = dequantize(quantize_rtn(weight, grid))
-                    errors[at] += float(np.square(values - weight).sum(dtype=np.float64))
-                    if at == 0:
-                        changed.matrices[role] = values
-            stream.hidden, stream.batches = list(start), list(base_batches)
-            stream.advance(changed)
-            common = common + stream.hidden
-            common_batches = common_batches + base_batches
-            found.append((layer, roles, errors))
+            for grid in grids:
+                changed = weights.copy()
+                for role in roles:
+                    changed.matrices[role] = _rounded(
+                        weights.matrices[role], role, hessians[role], grid, recipe, workers
+                    )
+                stream.hidden, stream.batches = list(start), list(base_batches)
+                stream.advance(changed)
+                common = common + stream.hidden
+                common_batches = common_batches + base_batches
+            variants.append((layer, roles))
         stream.hidden, stream.batches = common, common_batches
+    divergences = iter(_divergences(model, stream, num_base))
     shapes = matrix_shapes(model.spec)
-    units = []
-    for (layer, names, errors), kl in zip(
-        found, _divergences(model, stream, num_base), strict=True
-    ):
-        options = tuple(
-            Option(
-                grid,
-                kl * (error / errors[0] if errors[0] else 1.0),
-                sum(target_bytes(grid, *shapes[role]) for role in names),
-            )
-            for grid, error in zip(grids, errors, strict=True)
+    return [
+        Unit(
+            layer,
+            roles,
+            tuple(
+                Option(grid, kl, sum(target_bytes(grid, *shapes[role]) for role in roles))
+                for grid, kl in zip(grids, divergences, strict=False)
+            ),
         )
-        units.append(Unit(layer, names, options))
-    return units
+        for layer, roles in variants
+    ]
+
+
+def _measured(
+    sequences: Sequence[Sequence[int]], model: Model, num_formats: int
+) -> list[Sequence[int]]:
+    """Of the sequences as many tokens as every variant may hold in memory."""
+    spec = model.spec
+    per_token = 4 * spec.hidden_size * spec.num_layers * len(FUSED) * num_formats
+    most = min(max(_VARIANT_BYTES // per_token, _MIN_TOKENS), _MAX_TOKENS)
+    found: list[Sequence[int]] = []
+    for sequence in sequences:
+        left = most - sum(map(len, found))
+        if left > 0:
+            found.append(sequence[:left])
+    return found
+
+
+def _hessians(stream: Stream, weights: LayerWeights, recipe: Recipe) -> dict[str, Hessian]:
+    """Of the input of every linear of a layer; the stream goes through the layer."""
+    found: dict[str, Hessian] = {}
+
+    def look(point: str, inputs: Inputs, width: int) -> None:
+        stats = stream.observe(inputs, width, sizes=False)[0]
+        found.update(
+            dict.fromkeys(POINTS[point], Hessian.of(stats.gram, stats.tokens, recipe.gptq))
+        )
+
+    spec = stream.spec
+    look("attn_in", stream.normed(weights.attn_norm), spec.hidden_size)
+    mixed = stream.attention(weights)
+    look("o_in", mixed, spec.q_size)
+    stream.add_linear(mixed, weights, "o")
+    look("ffn_in", stream.normed(weights.mlp_norm), spec.hidden_size)
+    gated = stream.gated(weights)
+    look("down_in", gated, spec.ffn_size)
+    stream.add_linear(gated, weights, "down")
+    return found
+
+
+def _rounded(
+    weight: Float32, role: str, hessian: Hessian, grid: Grid, recipe: Recipe, workers: Workers
+) -> Float32:
+    """A weight as the method leaves it, factors that it folds in left out."""
+    if "gptq" in recipe.method:
+        return dequantize(quantize_gptq(weight, hessian, grid, recipe.gptq, workers))
+    if recipe.method == "awq":
+        clip = recipe.clip and role not in ("q", "k")
+        return dequantize(quantize_clipped(weight, grid, hessian, workers, clip=clip))
+    return dequantize(quantize_rtn(weight, grid))
 
 
 def _divergences(model: Model, stream: Stream, num_base: int) -> list[float]:
@@ -171,22 +231,50 @@ def choose(units: Sequence[Unit], budget_bytes: int) -> dict[str, Option]:
     return chosen
 
 
+def require_room(plan: Plan, grids: Sequence[Grid], max_bytes: int) -> None:
+    """Raises ConfigError: the smallest of the formats, the plan's own first, are above the budget."""
+    shapes = matrix_shapes(plan.spec)
+    least = plan.bytes
+    for layer, roles in itertools.product(range(plan.spec.num_layers), FUSED):
+        if _is_free(plan, layer, roles, grids[0]):
+            sizes = [sum(target_bytes(g, *shapes[role]) for role in roles) for g in grids]
+            least += min(sizes) - sizes[0]
+    if least > max_bytes:
+        raise ConfigError("max_bytes", max_bytes, f"at least the {least} bytes of the smallest mix")
+
+
 def mixed_plan(plan: Plan, units: Sequence[Unit], max_bytes: int) -> Plan:
     """The plan with the chosen formats; linears that are kept by hand stay as they are.
 
     Raises ConfigError: the smallest formats are above the budget.
     """
-    free = [unit for unit in units if _is_own(plan, unit)]
+    require_room(plan, [option.target for option in units[0].options], max_bytes)
+    free = [u for u in units if _is_free(plan, u.layer, u.roles, u.options[0].target)]
     fixed = plan.bytes - sum(unit.options[0].bytes for unit in free)
-    least = fixed + sum(min(option.bytes for option in unit.options) for unit in free)
-    if least > max_bytes:
-        raise ConfigError("max_bytes", max_bytes, f"at least the {least} bytes of the smallest mix")
     chosen = choose(free, max_bytes - fixed)
     targets: dict[tuple[int, str], Target] = dict(plan.targets)
     for unit in free:
         targets |= {(unit.layer, role): chosen[unit.name].target for role in unit.roles}
-    return dataclasses.replace(plan, targets=targets)
+    return dataclasses.replace(plan, targets=targets, sensitivity=_report(free, chosen, max_bytes))
 
 
-def _is_own(plan: Plan, unit: Unit) -> bool:
-    return all(plan.targets[unit.layer, role] == unit.options[0].target for role in unit.roles)
+def _report(units: Sequence[Unit], chosen: dict[str, Option], max_bytes: int) -> dict[str, Any]:
+    """What was measured and what was chosen, for the proof."""
+    names = [target_name(option.target) for option in units[0].options] if units else []
+    totals = {name: sum(unit.options[at].kl for unit in units) for at, name in enumerate(names)}
+    return {
+        "max_bytes": max_bytes,
+        "predicted_kl": sum(option.kl for option in chosen.values()),
+        "predicted_kl_uniform": totals,
+        "units": {
+            unit.name: {
+                "chosen": target_name(chosen[unit.name].target),
+                "kl": {name: o.kl for name, o in zip(names, unit.options, strict=True)},
+            }
+            for unit in units
+        },
+    }
+
+
+def _is_free(plan: Plan, layer: int, roles: Sequence[str], own: Grid) -> bool:
+    return all(plan.targets[layer, role] == own for role in roles)
