@@ -93,7 +93,8 @@ def measure_units(
     Call it with BLAS on one thread.
     """
     seen = Stream(model, texts.train, [], workers)
-    stream = Stream(model, _measured(texts.held_out, model, len(grids)), [], workers)
+    measured = _measured(texts.held_out or texts.train, model, len(grids))
+    stream = Stream(model, measured, [], workers)
     num_base = len(stream.batches)
     base_batches = list(stream.batches)
     variants: list[tuple[int, tuple[str, ...]]] = []
@@ -126,7 +127,7 @@ def measure_units(
             roles,
             tuple(
                 Option(grid, kl, sum(target_bytes(grid, *shapes[role]) for role in roles))
-                for grid, kl in zip(grids, divergences, strict=False)
+                for grid, kl in zip(grids, itertools.islice(divergences, len(grids)), strict=True)
             ),
         )
         for layer, roles in variants
@@ -141,7 +142,8 @@ def _measured(
     per_token = 4 * spec.hidden_size * spec.num_layers * len(FUSED) * num_formats
     most = min(max(_VARIANT_BYTES // per_token, _MIN_TOKENS), _MAX_TOKENS)
     found: list[Sequence[int]] = []
-    for sequence in sequences:
+    order = np.random.Generator(np.random.PCG64(0)).permutation(len(sequences))
+    for sequence in (sequences[at] for at in order):  # they come by domain and by length
         left = most - sum(map(len, found))
         if left > 0:
             found.append(sequence[:left])
