@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -97,3 +101,40 @@ def test_what_a_process_of_the_same_number_left_is_not_in_the_way(tmp_path: Path
         (temporary / "whole").write_text("whole")
     assert [p.name for p in path.iterdir()] == ["whole"]
     assert not list(files.left_behind(path))
+
+
+def test_a_text_is_read_as_python_would(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_bytes("a\r\nb\rc\u2028\u00e9\n".encode())
+    assert files.read_text(path, 100) == path.read_text("utf-8") == "a\nb\nc\u2028\u00e9\n"
+    assert files.read_text(path, path.stat().st_size)
+
+
+def test_what_is_no_text_of_a_bounded_size_is_named(tmp_path: Path, unix_folder: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    (tmp_path / "long").write_text("0123456789a")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(unix_folder / "socket"))
+        for path, reason in (
+            (tmp_path / "pipe", "is a pipe; expected a regular file"),
+            (Path("/dev/zero"), "is a device"),
+            (tmp_path, "is a folder"),
+            (unix_folder / "socket", "is a socket"),
+            (tmp_path / "absent", "cannot be read: No such file or directory"),
+            (tmp_path / "a\0b", "cannot be read"),
+            (tmp_path / ("x" * 300), "cannot be read: File name too long"),
+            (tmp_path / "latin", "is not UTF-8 text"),
+            (tmp_path / "long", "has more than 10 bytes"),
+            (Path("/proc/self/environ"), "has more than 10 bytes"),  # its size is told as 0
+        ):
+            with pytest.raises(CheckpointError, match=reason) as caught:
+                files.read_text(path, 10)
+            assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def unix_folder() -> Iterator[Path]:
+    """A folder whose name is short enough for a socket's."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        yield Path(name)

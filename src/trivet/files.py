@@ -1,16 +1,27 @@
 """Files and folders that appear whole or not at all: another name, flushed to the disk, renamed.
 
-Everything that another process may read, or that must survive a crash, is written through here.
+Everything that another process may read, or that must survive a crash, is written through here. Texts
+that a user names are read through here too: regular files of a bounded size, for a pipe or a device
+may never end.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from trivet.errors import CheckpointError
+
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
 
 
 def temporary_name(path: Path) -> Path:
@@ -50,6 +61,42 @@ def require_folder(path: Path) -> None:
         raise CheckpointError(path, f"cannot be written: {error.strerror or error}") from None
     if not os.access(path, os.W_OK):
         raise CheckpointError(path, "cannot be written: the folder is not yours to write")
+
+
+def require_file(path: Path) -> None:
+    """Raises CheckpointError: there is no such file, or it is a folder, a pipe or a device."""
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:
+        raise CheckpointError(path, f"cannot be read: {_reason(error)}") from None
+    if not stat.S_ISREG(mode):
+        kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "no file")
+        raise CheckpointError(path, f"is {kind}; expected a regular file")
+
+
+def read_text(path: Path, max_bytes: int) -> str:
+    """The text of a file that a user named; every line ends in a line feed.
+
+    Raises CheckpointError: it is no regular file, has more than ``max_bytes`` or is not UTF-8.
+    """
+    require_file(path)
+    try:
+        with path.open("rb") as file:
+            raw = file.read(max_bytes + 1)  # a file may grow, and those of /proc have no size
+    except OSError as error:
+        raise CheckpointError(path, f"cannot be read: {_reason(error)}") from None
+    if len(raw) > max_bytes:
+        raise CheckpointError(path, f"has more than {max_bytes} bytes, the most that is read")
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError:
+        raise CheckpointError(path, "is not UTF-8 text") from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _reason(error: Exception) -> str:
+    """Why the system refuses, without the path."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def write(path: Path, data: str | bytes) -> None:

@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trivet import files
 from trivet.config import DEMO, KVFormat, ModelConfig, own_or_format
 from trivet.errors import CheckpointError, ConfigError
 
@@ -134,13 +135,7 @@ def load_recipe(path: str | Path) -> Recipe:
     """
     path = Path(path)
     try:
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            raise CheckpointError(path, f"a recipe has at most {_MAX_FILE_BYTES} bytes")
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(path, f"cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise CheckpointError(path, "is not UTF-8 text") from None
+        data = tomllib.loads(files.read_text(path, _MAX_FILE_BYTES))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise CheckpointError(path, f"is not valid TOML: {error}") from None
     if "version" not in data:

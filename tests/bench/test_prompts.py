@@ -63,6 +63,13 @@ def test_bad_lines_are_named(tmp_path: Path, text: str, reason: str) -> None:
         read_prompts(path, ToyTokenizer())
 
 
+def test_a_separator_within_a_prompt_ends_no_line(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a\u2028b"}\r\n{"prompt": "c"}\r\n', "utf-8")
+    tokenizer = ToyTokenizer()
+    assert read_prompts(path, tokenizer) == [tokenizer.encode("a\u2028b"), tokenizer.encode("c")]
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_prompts(tmp_path / "absent.jsonl", ToyTokenizer())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,9 @@ def test_damaged_importance_files_are_one_line(tmp_path: Path) -> None:
         assert len(str(caught.value)) < 300
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_imatrix(tmp_path / "missing.dat")
+    os.mkfifo(tmp_path / "pipe.dat")
+    with pytest.raises(CheckpointError, match="is a pipe"):
+        read_imatrix(tmp_path / "pipe.dat")
     write_gguf_file(tmp_path / "model.gguf", {"general.type": "model"}, [], [])
     with pytest.raises(CheckpointError, match="of type 'model'"):
         read_imatrix(tmp_path / "model.gguf")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -385,6 +386,15 @@ def test_bad_index_is_refused(name: str, tmp_path: Path) -> None:
     edit(index)
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     _assert_refused(folder, *words)
+
+
+def test_a_pipe_among_the_weights_is_refused(tmp_path: Path) -> None:
+    folder = build_folder(tmp_path / "model", "smollm2", shards=2)
+    shard = folder / "model-00002-of-00002.safetensors"
+    shard.unlink()
+    os.mkfifo(shard)
+    with pytest.raises(CheckpointError, match=f"{shard.name}: is a pipe"):
+        open_model(resolve_model(folder))
 
 
 def test_random_damage_never_escapes(tmp_path: Path) -> None:

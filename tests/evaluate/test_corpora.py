@@ -43,7 +43,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
         ("absent.txt", "cannot be read"),
         ("empty.txt", "no text"),
         ("latin.txt", "UTF-8"),
-        (".", "cannot be read"),
+        (".", "is a folder"),
     ):
         with pytest.raises(CheckpointError, match=reason) as caught:
             load_corpora([tmp_path / name])

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from trivet import files
 from trivet.errors import CheckpointError, ConfigError
 from trivet.evaluate.corpora import builtin_corpora
 
@@ -63,14 +64,7 @@ def read_prompts(path: str | Path, tokenizer: ChatEncoder) -> list[list[int]]:
     Raises CheckpointError naming the line.
     """
     path = Path(path)
-    try:
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            raise CheckpointError(path, f"a prompt file has at most {_MAX_FILE_BYTES} bytes")
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise CheckpointError(path, f"cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise CheckpointError(path, "is not UTF-8 text") from None
+    lines = files.read_text(path, _MAX_FILE_BYTES).split("\n")  # U+2028 is no line end in JSONL
     prompts = [
         _parse_line(path, number, line, tokenizer)
         for number, line in enumerate(lines, 1)

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from trivet import files
 from trivet.checkpoint.ggml import TYPES, BlockType, kquants, legacy
 from trivet.checkpoint.gguf_vocab import tokenizer_from_gguf
 from trivet.checkpoint.source import (
@@ -152,6 +153,7 @@ class GGUFCheckpoint(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        files.require_file(path)
         try:
             with path.open("rb") as file:
                 if file.read(4) != MAGIC:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from trivet import files
 from trivet.checkpoint.formats.detect import open_reader
 from trivet.checkpoint.source import (
     MAX_CONFIG_BYTES,
@@ -43,6 +44,7 @@ _SIDE_CONFIGS = ("quantize_config.json", "quant_config.json")
 
 def read_json(path: Path) -> Any:
     """The value of a JSON file. Raises CheckpointError: unreadable, too large, not JSON."""
+    files.require_file(path)
     try:
         size = path.stat().st_size
         if size > MAX_CONFIG_BYTES:
@@ -72,6 +74,7 @@ def read_safetensors_header(path: Path) -> dict[str, TensorInfo]:
             raise ValueError("a name appears twice")
         return found
 
+    files.require_file(path)
     try:
         file_size = path.stat().st_size
         with path.open("rb") as file:

@@ -189,6 +189,8 @@ def evaluate(
     ledger = ledger or default_ledger()
     if gate is not None:
         files.require_folder(ledger.parent)
+        if ledger.exists():
+            files.require_file(ledger)
     out = Output(json)
     with out.loading() as loading, out.progress("evaluate", 1.0) as bar:
 

@@ -6,33 +6,32 @@ import io
 import sys
 from pathlib import Path
 
-from trivet.errors import CheckpointError, ConfigError
+from trivet import files
+from trivet.errors import ConfigError
+
+_MAX_TEXT = 64 << 20  # bytes of a file, characters of standard input; a prompt is far shorter
 
 
 def read_stdin() -> str:
     """Standard input to its end.
 
-    Raises ConfigError: there is none, or it is not UTF-8, whatever the locale says.
+    Raises ConfigError: there is none, it is not UTF-8, whatever the locale says, or does not end.
     """
     if sys.stdin is None:
         raise ConfigError("standard input", "closed", "open")
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="strict")
     try:
-        return sys.stdin.read()
+        text = sys.stdin.read(_MAX_TEXT + 1)
     except UnicodeDecodeError as error:
         raise ConfigError(
             "standard input", error.object[error.start : error.end], "UTF-8"
         ) from None
+    if len(text) > _MAX_TEXT:
+        raise ConfigError("standard input", text[:20] + "...", f"up to {_MAX_TEXT} characters")
+    return text
 
 
 def read_text(path: Path) -> str:
     """A file's text; ``-`` is standard input. Raises CheckpointError or ConfigError."""
-    if str(path) == "-":
-        return read_stdin()
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(path, f"cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise CheckpointError(path, "is not UTF-8 text") from None
+    return read_stdin() if str(path) == "-" else files.read_text(path, _MAX_TEXT)

@@ -14,6 +14,7 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
+from trivet import files
 from trivet.errors import CheckpointError, ConfigError
 
 PROSE = "pydoc-topics"
@@ -66,14 +67,7 @@ def load_corpora(paths: Sequence[str | Path] | None) -> list[Corpus]:
 
 
 def _read_corpus(path: Path, taken: set[str]) -> Corpus:
-    try:
-        if path.stat().st_size > _MAX_CORPUS_BYTES:
-            raise CheckpointError(path, f"a corpus has at most {_MAX_CORPUS_BYTES} bytes")
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(path, f"cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise CheckpointError(path, "is not UTF-8 text") from None
+    text = files.read_text(path, _MAX_CORPUS_BYTES)
     if not text.strip():
         raise CheckpointError(path, "holds no text")
     name, number = path.stem, 2
@@ -97,8 +91,8 @@ def _prose() -> Corpus:
 
 def _code() -> Corpus:
     folder = Path(sysconfig.get_path("stdlib"))
-    files = [folder / f"{module}.py" for module in _CODE_MODULES]
-    texts = [file.read_text(encoding="utf-8").strip() for file in files if file.is_file()]
+    paths = [folder / f"{module}.py" for module in _CODE_MODULES]
+    texts = [path.read_text(encoding="utf-8").strip() for path in paths if path.is_file()]
     if not texts:
         raise ConfigError("corpus", CODE, "a file: this Python has no library source")
     return Corpus(CODE, "\n\n\n".join(texts), f"{len(texts)} library modules of {_python()}")

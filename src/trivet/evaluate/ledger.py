@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trivet import files
 from trivet.errors import CheckpointError, ConfigError
 from trivet.json_values import plain
 
@@ -107,7 +108,12 @@ def append(path: Path, entry: Entry) -> None:
 
 
 def read(path: Path) -> list[Entry]:
-    """The entries, oldest first; lines that are none (a crash, another program) are passed over."""
+    """The entries, oldest first; lines that are none (a crash, another program) are passed over.
+
+    Raises CheckpointError: it is no regular file, or cannot be read.
+    """
+    if path.exists():
+        files.require_file(path)
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_READ_BYTES))

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from trivet.checkpoint.gguf import GGUFCheckpoint
 from trivet.checkpoint.gguf_write import TensorPlan, write_gguf_file
 from trivet.errors import CheckpointError
-from trivet.files import new_file
+from trivet.files import new_file, require_file
 
 Float32 = NDArray[np.float32]
 
@@ -80,6 +80,7 @@ class ImportanceMatrix:
 def read_imatrix(path: str | os.PathLike[str]) -> ImportanceMatrix:
     """Read either format. Raises CheckpointError: not one of them, damaged, or values not finite."""
     source = Path(path)
+    require_file(source)
     try:
         with source.open("rb") as file:
             magic = file.read(4)
