@@ -15,7 +15,8 @@ from trivet.evaluate.builtin_tasks import builtin_tasks, held_out_prompts
 from trivet.evaluate.checks.answers import follows_format, passes_tests, same_rows
 from trivet.evaluate.results import TASK_KINDS
 from trivet.evaluate.sandbox import is_isolated
-from trivet.evaluate.task import Form, Task, read_task
+from trivet.evaluate.subject import Prompt
+from trivet.evaluate.task import Form, Item, Task, read_task
 
 
 def _write(path: Path, *rows: Any) -> Path:
@@ -65,12 +66,57 @@ def test_references_of_generated_tasks_are_right() -> None:
 
 
 def test_a_reference_that_does_not_run_is_named(tmp_path: Path) -> None:
-    row = {"schema": "CREATE TABLE t (a);", "question": "q", "sql": "SELECT b FROM t"}
-    [item] = read_task(_write(tmp_path / "a.jsonl", row)).items
+    item = Item((Prompt("q"),), answer="SELECT b FROM t", data={"schema": "CREATE TABLE t (a);"})
     with pytest.raises(ConfigError, match=r"SELECT b FROM t.*no such column"):
         same_rows(item, "SELECT a FROM t")
-    with pytest.raises(CheckpointError, match="item 1"):
+    with pytest.raises(CheckpointError, match="line 1 is not of the form"):
         read_task(_write(tmp_path / "b.jsonl", {"prompt": "p", "format": {"regex": "("}}))
+
+
+@pytest.mark.parametrize(
+    ("at", "edit", "reason"),
+    [
+        (9, {"schema": "CREATE TABLE t ("}, "the schema does not run in SQLite: incomplete input"),
+        (
+            9,
+            {"schema": "CREATE TABLE t (a); \ud800"},
+            "the schema does not run in SQLite: .*surrog",
+        ),
+        (9, {"schema": "PRAGMA max_page_count = 9"}, "the schema does not run .*: not authorized"),
+        (9, {"sql": "SELECT b FROM t"}, "sql does not run on its schema: no such column: b"),
+        (9, {"sql": "SELECT a FROM t; SELECT a FROM t"}, "sql does not run .*one statement"),
+        (9, {"sql": "DELETE FROM t"}, "sql does not run on its schema: not authorized"),
+        (9, {"sql": "\0"}, "sql does not run on its schema: .*null character"),
+        (9, {"sql": " "}, "sql does not run on its schema: no query"),
+        (6, {"answer": "Paris"}, "the answer ends in 'Paris', where .* a number after ####"),
+        (6, {"answer": "12 #### twelve"}, "the answer ends in 'twelve'"),
+        (6, {"answer": "#### nan"}, "the answer ends in 'nan'"),
+        (6, {"choices": ["a", "b"], "answer": "B"}, "the answer ends in 'B'"),
+        (10, {"answer": "[1]"}, "the answer is not in the format that is asked for"),
+    ],
+)
+def test_a_line_whose_reference_cannot_be_right_is_named(
+    at: int, edit: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    row = FORMS[at][0]
+    path = tmp_path / "a.jsonl"
+    path.write_text(f"{json.dumps(row)}\n\n{json.dumps({**row, **edit})}\n")
+    with pytest.raises(CheckpointError, match=f"a.jsonl: line 3: {reason}") as caught:
+        read_task(path)
+    assert str(caught.value).isprintable()
+
+
+def test_references_of_every_spelling_are_read(tmp_path: Path) -> None:
+    answers = ["7 #### 7", "#### 1,234", "so 3\n#### -0.5", "42", " 4,200 "]
+    rows = [{"question": "q", "answer": answer} for answer in answers]
+    found = [item.answer for item in read_task(_write(tmp_path / "a.jsonl", *rows)).items]
+    assert found == ["7", "1234", "-0.5", "42", "4200"]
+    row = {"question": "q", "choices": ["a", "b"], "answer": 1}
+    assert read_task(_write(tmp_path / "b.jsonl", row)).form is Form.CHOICE
+    dump = "PRAGMA foreign_keys=OFF; BEGIN TRANSACTION; CREATE TABLE t (a); COMMIT;"
+    count = "WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r WHERE n < 3) "
+    sql = {"schema": dump, "question": "q", "sql": f"{count} SELECT n FROM r;"}
+    assert read_task(_write(tmp_path / "c.jsonl", sql)).form is Form.SQL
 
 
 @pytest.mark.skipif(not is_isolated(), reason="NO SANDBOX HERE")
@@ -119,9 +165,9 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         read_task(tmp_path / "b.jsonl")
     with pytest.raises(CheckpointError, match="no known form; its keys: odd"):
         read_task(_write(tmp_path / "c.jsonl", {"odd": 1}))
-    with pytest.raises(CheckpointError, match="item 2"):
+    with pytest.raises(CheckpointError, match="line 2 is not"):
         read_task(_write(tmp_path / "d.jsonl", FORMS[0][0], {"query": "q"}))
-    with pytest.raises(CheckpointError, match="item 1"):
+    with pytest.raises(CheckpointError, match="line 1 is not"):
         read_task(_write(tmp_path / "e.jsonl", {"query": "q", "choices": ["a", "b"], "gold": 2}))
     with pytest.raises(ConfigError, match="a folder"):
         load_tasks(tmp_path / "absent")
@@ -153,11 +199,13 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         (9, {"sql": 7}),
         (10, {"prompt": 7}),
         (10, {"format": {"regex": "(" * 5000}}),
+        (10, {"format": {"keys": 5}}),
+        (10, {"format": {"keys": [5]}}),
     ],
 )
 def test_values_of_another_type_are_named(at: int, edit: dict[str, Any], tmp_path: Path) -> None:
     path = _write(tmp_path / "a.jsonl", FORMS[at][0], {**FORMS[at][0], **edit})
-    with pytest.raises(CheckpointError, match="item 2 is not of the form of the first"):
+    with pytest.raises(CheckpointError, match="line 2 is not of the form of the first"):
         read_task(path)
 
 

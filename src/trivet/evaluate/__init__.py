@@ -11,7 +11,7 @@ statistics.py     paired tests and intervals
 gate.py           the rules: one verdict of all findings
 gating.py         run the checks of a gate
 next_step.py      what to try after a gate; ledger.py keeps what was tried
-sandbox.py        code that a model wrote, run without network, files or power
+sandbox.py        code that a model wrote, run without network, files or power; sql.py for SQL
 run.py            all of it from a model's name
 report.py         the files a gate leaves
 """

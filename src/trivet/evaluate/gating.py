@@ -315,15 +315,19 @@ class Gate:
         self._report("done", 1.0)
 
 
-def pick_tasks(options: GateOptions, sizes: Sizes) -> list[Task]:
+def pick_tasks(
+    options: GateOptions, sizes: Sizes, found: Sequence[Task] | None = None
+) -> list[Task]:
     """The tasks of a gate: those of the folder, or the built-in ones; a sample of each by the seed.
 
+    found  those of the folder, where it was read already
     Each has the items of both looks; the first look takes the first of them.
     """
     if options.tasks is None:
         return builtin_tasks(options.seed, EXTENSION * sizes.task_items)
     most = EXTENSION * sizes.file_items
-    return [task.sample(most, options.seed) for task in load_tasks(options.tasks)]
+    found = load_tasks(options.tasks) if found is None else found
+    return [task.sample(most, options.seed) for task in found]
 
 
 def answer_task(
@@ -346,9 +350,11 @@ def run_gate(
     stride: int,
     progress: Callable[[str, float], None] | None = None,
     started: float | None = None,
+    found: Sequence[Task] | None = None,
 ) -> GateReport:
     """All checks on two models. What one of them does not give is named as not run.
 
+    found    tasks of the options' folder, where it was read already
     started  on `time.monotonic`, when the budget began; None: now
     """
     sizes = SIZES[options.size]
@@ -375,7 +381,7 @@ def run_gate(
         lambda: [_check_weights(candidate, baseline, long_ids, gate.tick)],
     )
     gate.run()
-    tasks = pick_tasks(options, sizes)
+    tasks = pick_tasks(options, sizes, found)
     room = min(candidate.max_tokens, baseline.max_tokens)
     keys = EXTENSION * sizes.passkey_texts
     tokens = min(sizes.passkey_tokens, room - 32)

@@ -11,14 +11,18 @@ import dataclasses
 import enum
 import hashlib
 import json
+import math
 import random
 import re
+import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trivet import files
 from trivet.errors import CheckpointError, ConfigError
 from trivet.evaluate.results import TASK_KINDS, Kind
+from trivet.evaluate.sql import SchemaError, run_query
 from trivet.evaluate.subject import Prompt
 
 _MAX_FILE_BYTES = 64 << 20
@@ -109,23 +113,16 @@ def load_tasks(folder: str | Path) -> list[Task]:
     path = Path(folder)
     if not path.is_dir():
         raise ConfigError("tasks", str(folder), "a folder of .jsonl files")
-    files = sorted(path.glob("*.jsonl"))
-    if not files:
+    found = sorted(path.glob("*.jsonl"))
+    if not found:
         raise CheckpointError(path, "holds no .jsonl files")
-    return [read_task(file) for file in files]
+    return [read_task(file) for file in found]
 
 
 def read_task(path: Path) -> Task:
-    """One file. Raises CheckpointError naming the line."""
-    try:
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            raise CheckpointError(path, f"a task file has at most {_MAX_FILE_BYTES} bytes")
-        lines = path.read_text(encoding="utf-8").split("\n")  # U+2028 is no line end in JSONL
-    except OSError as error:
-        raise CheckpointError(path, f"cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise CheckpointError(path, "is not UTF-8 text") from None
-    rows: list[dict[str, Any]] = []
+    """One file. Raises CheckpointError naming the line, also where a reference cannot be right."""
+    lines = files.read_text(path, _MAX_FILE_BYTES).split("\n")  # U+2028 is no line end in JSONL
+    rows: dict[int, dict[str, Any]] = {}  # by number of the line
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -135,31 +132,36 @@ def read_task(path: Path) -> Task:
             raise CheckpointError(path, f"line {number} is not JSON") from None
         if not isinstance(row, dict):
             raise CheckpointError(path, f"line {number} is no JSON object")
-        rows.append(row)
+        rows[number] = row
     if not rows:
         raise CheckpointError(path, "holds no items")
-    reader = next((r for r in _READERS if r.keys <= rows[0].keys()), None)
+    start, first = next(iter(rows.items()))
+    reader = next((r for r in _READERS if r.keys <= first.keys()), None)
     if reader is None:
-        found = ", ".join(sorted(rows[0]))
-        raise CheckpointError(path, f"line 1 is of no known form; its keys: {found}")
+        found = ", ".join(sorted(first))
+        raise CheckpointError(path, f"line {start} is of no known form; its keys: {found}")
     items = []
-    for number, row in enumerate(rows, 1):
+    for number, row in rows.items():
         try:
             item = reader.read(row)
             if item is not None:
                 _check_texts(item)
+        except _ReferenceError as error:
+            raise CheckpointError(path, f"line {number}: {error}") from None
         except (
             LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError,
             re.error,
         ):  # fmt: skip
-            raise CheckpointError(path, f"item {number} is not of the form of the first") from None
+            keys = ", ".join(sorted(reader.keys))
+            reason = f"line {number} is not of the form of the first: {keys}"
+            raise CheckpointError(path, reason) from None
         if item is not None:
             items.append(item)
     if not items:
         raise CheckpointError(path, "holds no usable items")
     return Task(
         path.stem,
-        _kind_of(path.stem, rows[0], reader),
+        _kind_of(path.stem, first, reader),
         reader.form,
         tuple(items),
         str(path),
@@ -169,6 +171,10 @@ def read_task(path: Path) -> Task:
 
 
 # -- forms of files -----------------------------------------------------------------------------
+
+
+class _ReferenceError(Exception):
+    """The reference of an item cannot be right, so that no answer could be."""
 
 
 def _check_texts(item: Item) -> None:
@@ -243,7 +249,19 @@ def _contexts(row: dict[str, Any]) -> Item:
 
 def _worked(row: dict[str, Any]) -> Item:
     answer = row["answer"].rpartition("####")[2].strip().replace(",", "")
+    if not _is_number(answer):
+        raise _ReferenceError(
+            f"the answer ends in {answer[-40:]!r}, where a worked one has a number after ####, or is"
+            " one; items with texts as answers have the keys context, answer"
+        )
     return Item((Prompt(f"Question: {_text(row, 'question')}\nAnswer:"),), answer=answer)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def _continuation(row: dict[str, Any]) -> Item:
@@ -278,6 +296,12 @@ def _mbpp(row: dict[str, Any]) -> Item:
 
 def _sql(row: dict[str, Any]) -> Item:
     prompt = f"{row['schema'].strip()}\n-- {_text(row, 'question')}\n"
+    try:
+        run_query(row["schema"], _text(row, "sql"))
+    except SchemaError as error:
+        raise _ReferenceError(f"the schema does not run in SQLite: {error}") from None
+    except sqlite3.Error as error:
+        raise _ReferenceError(f"sql does not run on its schema: {error}") from None
     return Item((Prompt(prompt),), answer=row["sql"], data={"schema": row["schema"]})
 
 
@@ -286,7 +310,29 @@ def _format(row: dict[str, Any]) -> Item:
     if not isinstance(wanted, dict) or not {"json", "regex", "keys"} & wanted.keys():
         raise ValueError(wanted)
     re.compile(wanted.get("regex", ""))
-    return Item((Prompt(row["prompt"]),), answer=row.get("answer", ""), data={"format": wanted})
+    keys = wanted.get("keys", [])
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+        raise TypeError(keys)
+    item = Item((Prompt(row["prompt"]),), answer=row.get("answer", ""), data={"format": wanted})
+    if item.answer and not has_format(item.answer, wanted):
+        raise _ReferenceError("the answer is not in the format that is asked for")
+    return item
+
+
+def has_format(text: str, wanted: Mapping[str, Any]) -> bool:
+    """Whether a text has a format: ``json`` (equal to), ``keys`` (a JSON object with these) or
+    ``regex`` (the whole text).
+    """
+    text = text.strip()
+    if "regex" in wanted:
+        return re.fullmatch(wanted["regex"], text, re.DOTALL) is not None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    if "json" in wanted:
+        return bool(found == wanted["json"])
+    return isinstance(found, dict) and set(wanted["keys"]) <= found.keys()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,23 +10,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import re
 import sqlite3
-import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from trivet.errors import ConfigError
 from trivet.evaluate.checks.choice import probability
 from trivet.evaluate.checks.judge import Answer
 from trivet.evaluate.sandbox import run_program
+from trivet.evaluate.sql import run_query
 from trivet.evaluate.subject import Generated, Subject
-from trivet.evaluate.task import Form, Item, Task
+from trivet.evaluate.task import Form, Item, Task, has_format
 
 FORMS = (Form.WORKED, Form.FORMAT, Form.SQL, Form.CODE)
 _SHORT_CHARS = 160  # references up to this length are scored for their probability
-_SQL_S = 2.0
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
@@ -160,20 +157,8 @@ def _worked(item: Item, text: str) -> bool:
 
 
 def follows_format(item: Item, text: str) -> bool:
-    """Whether a text has the format of ``item.data["format"]``: json (equal to), keys (a JSON object
-    with these), regex (the whole text).
-    """
-    wanted = item.data["format"]
-    text = text.strip()
-    if "regex" in wanted:
-        return re.fullmatch(wanted["regex"], text, re.DOTALL) is not None
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    if "json" in wanted:
-        return bool(found == wanted["json"])
-    return isinstance(found, dict) and set(wanted["keys"]) <= found.keys()
+    """Whether a text has the format of ``item.data["format"]``."""
+    return has_format(text, item.data["format"])
 
 
 def same_rows(item: Item, text: str) -> bool:
@@ -190,31 +175,6 @@ def same_rows(item: Item, text: str) -> bool:
         return run_query(item.data["schema"], text) == wanted
     except sqlite3.Error:
         return False
-
-
-def run_query(schema: str, query: str) -> list[str]:
-    """Rows of one query on a fresh database in memory, as sorted texts.
-
-    The query may read and nothing else, and for ``_SQL_S`` seconds. Raises sqlite3.Error.
-    """
-    connection = sqlite3.connect(":memory:")
-    try:
-        connection.executescript(schema)
-        until = time.monotonic() + _SQL_S
-        connection.set_progress_handler(lambda: int(time.monotonic() > until), 1000)
-        connection.set_authorizer(_only_reading)
-        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 1 << 20)
-        rows = connection.execute(query.strip().rstrip(";")).fetchmany(10_000)
-    except sqlite3.Warning as error:  # more than one statement
-        raise sqlite3.Error(str(error)) from None
-    finally:
-        connection.close()
-    return sorted(repr(row) for row in rows)
-
-
-def _only_reading(action: int, *_details: Any) -> int:
-    allowed = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION)
-    return sqlite3.SQLITE_OK if action in allowed else sqlite3.SQLITE_DENY
 
 
 def passes_tests(item: Item, text: str) -> bool:
