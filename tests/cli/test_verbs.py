@@ -208,6 +208,25 @@ def test_windows_are_as_long_as_a_short_model_takes(
     assert main([*map(str, words), "--context", "513"]) == 2
 
 
+@pytest.mark.usefixtures("small_gate")
+def test_no_text_of_an_evaluation_is_longer_than_it_may_be(
+    tiny_gguf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = ("evaluate", tiny_gguf, "--max-tokens", "600")
+    short = _run(capsys, *plain, "--max-model-len", "100")
+    assert short["context"] == 100
+    assert short["overall"] == _run(capsys, *plain, "--context", "100")["overall"]
+    words = ("evaluate", tiny_gguf, "--max-tokens", "300", "--baseline-weights", "w8a8",
+             "--gate", "fast", "-o", tmp_path)  # fmt: skip
+    for limit, tokens in ((None, 300), (280, 280)):
+        more = () if limit is None else ("--max-model-len", str(limit))
+        found = _run(capsys, *words, *more, code=1)
+        assert found["context"] == (limit or 512)
+        checks = json.loads((tmp_path / "gate.json").read_text())["checks"]
+        [long] = [c for c in checks if c["name"] == "perplexity by position"]
+        assert long["metrics"]["tokens"] == tokens
+
+
 def test_a_gate_that_does_not_pass_exits_1(
     tiny_gguf: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trivet import files
 from trivet.config import PAGE_TOKENS, EndpointConfig, ModelConfig
-from trivet.errors import ConfigError
+from trivet.errors import CheckpointError, ConfigError
 from trivet.evaluate import ledger
 from trivet.evaluate.corpora import Corpus, load_corpora
 from trivet.evaluate.gate import GateResult, judge_corpora
@@ -32,6 +33,9 @@ from trivet.loader import LoadedModel, Progress, load_model
 
 if TYPE_CHECKING:  # a plain evaluation loads no checks
     from trivet.evaluate.gating import GateOptions, GateReport
+    from trivet.evaluate.task import Task
+
+_MAX_PROOF_BYTES = 64 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +132,11 @@ def evaluate_model(
         )
     started = time.monotonic()
     texts = load_corpora(corpora)
+    found = None
+    if options is not None and options.tasks is not None and baseline is not None:
+        from trivet.evaluate.task import load_tasks
+
+        found = load_tasks(options.tasks)  # before a model is packed
     room = _room(options, context or CONTEXT)
     with contextlib.ExitStack() as stack:
         model = stack.enter_context(_open(config, loading, room))
@@ -140,10 +149,12 @@ def evaluate_model(
         if context is None:
             context = min(one.max_tokens for one in (model, base) if one is not None)
             context = min(context, CONTEXT)
+        else:
+            _check_context(context, (model, base))
         stride = context if stride is None else stride
         details = None
         if options is not None and base is not None:
-            details = _gate(model, base, texts, options, context, stride, on_check, started)
+            details = _gate(model, base, texts, options, context, stride, on_check, started, found)
         if details is not None:
             max_tokens = details.sizes.corpus_tokens
             report = details.quality
@@ -195,6 +206,7 @@ def _open(
     """
     if isinstance(config, ModelConfig):
         model = load_model(config, loading)
+        room = min(room, _longest(model))
         if not keep:
             yield LocalSubject(model, room)
             return
@@ -212,6 +224,20 @@ def _open(
         yield endpoint
     finally:
         endpoint.close()
+
+
+def _longest(model: LoadedModel) -> int:
+    """Tokens that a request of a model may have. Raises ConfigError: more than the model's own."""
+    own, asked = model.runner.max_positions, model.config.max_model_len
+    if asked is not None and asked > own:
+        raise ConfigError("max_model_len", asked, f"up to {own}, the model's own")
+    return asked or own
+
+
+def _check_context(context: int, models: Sequence[Subject | None]) -> None:
+    longest = min(one.max_tokens for one in models if one is not None)
+    if context > longest:
+        raise ConfigError("context", context, f"up to {longest}, the model's own or max_model_len")
 
 
 def _room(options: GateOptions | None, context: int) -> int:
@@ -258,7 +284,7 @@ def evaluate_sensitivity(
     base, model = load_model(baseline, loading), load_model(config, loading)
     if base.packed.spec.to_json() != model.packed.spec.to_json():
         raise ConfigError("baseline", baseline.model, "a model of the same architecture")
-    length = min(max_tokens, base.runner.max_positions)
+    length = min(max_tokens, _longest(base), _longest(model))
     ids = base.tokenizer.encode(text.text[: 24 * length])[:length]
     units = measure_sensitivity(model, base, ids, progress)
     return {
@@ -332,9 +358,8 @@ def _with_next_step(
 def _quantization(model: str) -> dict[str, Any] | None:
     """The quantization.json of a folder that `trivet quantize` wrote, or None."""
     try:
-        text = (Path(model) / "quantization.json").read_text(encoding="utf-8")
-        found = json.loads(text)
-    except (OSError, ValueError, RecursionError):
+        found = json.loads(files.read_text(Path(model) / "quantization.json", _MAX_PROOF_BYTES))
+    except (CheckpointError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 
@@ -363,15 +388,13 @@ def _gate(
     stride: int,
     on_check: Callable[[str, float], None] | None,
     started: float,
+    found: Sequence[Task] | None,
 ) -> GateReport:
     from trivet.evaluate.gating import run_gate
 
-    longest = min(model.max_tokens, base.max_tokens)
-    if context > longest:
-        raise ConfigError("context", context, f"up to {longest}, the model's own")
     return run_gate(
         model, base, texts, options, context=context, stride=stride, progress=on_check,
-        started=started,
+        started=started, found=found,
     )  # fmt: skip
 
 
