@@ -8,6 +8,7 @@ import itertools
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from support.toy_server import toy_server
 from trivet.cli import main
 from trivet.config import EndpointConfig, MemoryConfig, ModelConfig, ServerConfig
 from trivet.errors import ConfigError, EndpointError
-from trivet.evaluate import Evaluation, Finding, Verdict, evaluate_model, gating, ledger
+from trivet.evaluate import Evaluation, Finding, Verdict, endpoint, evaluate_model, gating, ledger
 from trivet.evaluate.checks import identity, long_context
 from trivet.evaluate.endpoint import EndpointSubject
 from trivet.evaluate.next_step import next_step, recipe_of
@@ -339,6 +340,41 @@ def test_what_a_server_lacks_is_said_in_one_line(changed: Answers, reason: str) 
         assert str(caught.value).startswith(url)
         assert str(caught.value).isprintable()
         assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("path", ["GET /v1/models", "POST /tokenize"])
+def test_a_server_that_says_nothing_is_left_soon(
+    path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(endpoint, "_OPENING_S", 0.2)
+    is_over = threading.Event()
+
+    def wait(_body: dict[str, Any]) -> tuple[int, Any]:
+        is_over.wait(30)
+        return 500, {}
+
+    with _stub({**WHOLE, path.split()[1]: wait}) as url, contextlib.ExitStack() as stack:
+        stack.callback(is_over.set)
+        begin = time.monotonic()
+        assert main(["evaluate", url]) == 2
+        assert time.monotonic() - begin < 10
+        [line] = capsys.readouterr().err.splitlines()
+    assert line == f"trivet: {url}: does not answer {path} within 0.2 s"
+
+
+def test_a_server_that_takes_its_time_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "_OPENING_S", 0.5)
+
+    def slow(body: dict[str, Any]) -> tuple[int, Any]:
+        if body.get("prompt") == "later" or isinstance(body.get("prompt"), list):
+            time.sleep(1.0)
+        return WHOLE["/v1/completions" if "max_tokens" in body else "/tokenize"](body)
+
+    with (
+        _stub({**WHOLE, "/tokenize": slow, "/v1/completions": slow}) as url,
+        contextlib.closing(EndpointSubject(EndpointConfig(model=url))) as subject,
+    ):
+        assert subject.encode("later") == [1, 2, 3]
 
 
 def test_one_of_several_models_is_named_after_the_address() -> None:

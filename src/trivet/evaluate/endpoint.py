@@ -33,6 +33,7 @@ _BATCH_PROMPTS = 16  # of one call
 _BATCH_TOKENS = 8192
 _MAX_STOPS = 4  # that OpenAI's API takes; the rest is cut here
 _CONNECT_S, _ANSWER_S = 10.0, 600.0
+_OPENING_S = 30.0  # for an answer that needs no model, when an endpoint is opened
 _RETRIES = 4  # of a busy server: 429, or 503
 _PROBE = "The quick brown fox jumps over the lazy dog."
 _T = TypeVar("_T")
@@ -64,13 +65,13 @@ class EndpointSubject(Subject):
             self._client = httpx.Client(
                 base_url=config.base_url,
                 headers={} if key is None else {"Authorization": f"Bearer {key}"},
-                timeout=httpx.Timeout(_ANSWER_S, connect=_CONNECT_S),
             )
         except (httpx.InvalidURL, ValueError) as error:
             raise self._error(f"is no address of a server: {error}") from None
         self._threads = ThreadPoolExecutor(_CONNECTIONS)
         self._known: dict[tuple[str, bool], list[int]] = {}
         self.fingerprint: str | None = None
+        self._answer_s = _OPENING_S
         try:
             card = self._card()
             self.model_id = str(card["id"])
@@ -79,6 +80,7 @@ class EndpointSubject(Subject):
             self._end_token = self._told_end()
             self._has_template = True
             self._has_template = self.encode_chat([{"role": "user", "content": "Hi"}]) is not None
+            self._answer_s = _ANSWER_S
         except BaseException:
             self.close()
             raise
@@ -246,6 +248,7 @@ class EndpointSubject(Subject):
             "POST",
             "/v1/completions",
             {"model": self.model_id, "prompt": list(prompts), "temperature": 0, **body},
+            _ANSWER_S,
         )
         told = answer.get("system_fingerprint")
         self.fingerprint = told if isinstance(told, str) else self.fingerprint
@@ -258,14 +261,25 @@ class EndpointSubject(Subject):
         return self._checked(lambda: [int(token) for token in answer["tokens"]])
 
     def _call(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        answer_s: float | None = None,
     ) -> Mapping[str, Any]:
+        """An answer as JSON. answer_s: how long it may take; None: as long as other calls."""
+        answer_s = answer_s or self._answer_s
+        timeout = httpx.Timeout(answer_s, connect=min(_CONNECT_S, answer_s))
         try:
             for turn in range(_RETRIES + 1):
-                response = self._client.request(method, path, json=body)
+                response = self._client.request(method, path, json=body, timeout=timeout)
                 if response.status_code not in (429, 503) or turn == _RETRIES:
                     break
                 time.sleep(_wait_s(response.headers.get("retry-after"), turn))
+        except httpx.ConnectTimeout:
+            raise self._error(f"takes no connection within {timeout.connect:g} s") from None
+        except httpx.TimeoutException:
+            raise self._error(f"does not answer {method} {path} within {answer_s:g} s") from None
         except httpx.HTTPError as error:
             raise self._error(f"does not answer: {error or type(error).__name__}") from None
         except UnicodeEncodeError:
