@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,12 @@ from support.tiny_models import build_folder
 from trivet.checkpoint import Tokenizer, resolve_model
 from trivet.errors import CheckpointError, ConfigError
 from trivet.models import open_model
-from trivet.quant.calibrate import HELD_OUT_TOKENS, build_calibration, read_traffic
+from trivet.quant.calibrate import (
+    HELD_OUT_TOKENS,
+    CalibrationConfig,
+    build_calibration,
+    read_traffic,
+)
 
 
 @pytest.fixture(scope="module")
@@ -153,13 +160,69 @@ def test_a_bad_line_is_named(tokenizer: Tokenizer, tmp_path: Path, line: str, me
         list(read_traffic(path, tokenizer))
 
 
+def test_a_separator_within_a_text_ends_no_line(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "traffic.jsonl"
+    path.write_text('{"prompt": "one\u2028two\x85"}\r\n{"prompt": "three"}\n', "utf-8")
+    assert len(list(read_traffic(path, tokenizer))) == 2
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"samples": 0},
+        {"samples": (1 << 20) + 1},
+        {"window": 1},
+        {"window": 1 << 20},
+        {"general_share": 1.5},
+        {"general_share": float("nan")},
+        {"seed": -1},
+    ],
+    ids=str,
+)
+def test_settings_out_of_range_are_named_when_they_are_made(
+    tokenizer: Tokenizer, setting: dict[str, Any]
+) -> None:
+    [name] = setting
+    with pytest.raises(ConfigError, match=name):
+        CalibrationConfig(**setting)
+    with pytest.raises(ConfigError, match=name):
+        build_calibration(tokenizer, **setting)
+
+
+def test_unusable_traffic_is_found_before_all_of_it_becomes_tokens(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(tokenizer: Tokenizer, *lines: str) -> list[str]:
+        path = tmp_path / "traffic.jsonl"
+        path.write_text("\n".join(lines), "utf-8")
+        asked: list[str] = []
+        encode = tokenizer.encode
+
+        def noted(text: str, add_special_tokens: bool = True) -> list[int]:
+            asked.append(text)
+            return encode(text, add_special_tokens)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(tokenizer, "encode", noted)
+            CalibrationConfig(path).check(tokenizer)
+        return asked
+
+    short, long = '{"prompt": "a"}', json.dumps({"prompt": "word " * 9000})
+    chat = '{"messages": [{"role": "user", "content": "how many words are in this chat?"}]}'
+    CalibrationConfig().check(tokenizer)
+    assert [len(text) for text in check(tokenizer, short, long, long, chat)] == [1, 4096]
+    with pytest.raises(CheckpointError, match="jsonl:3: is not valid JSON"):
+        check(tokenizer, long, long, "{")
+    with pytest.raises(ConfigError, match="texts of 8 tokens"):
+        check(tokenizer, short, short)
+    bare = Tokenizer(dataclasses.replace(tokenizer.data, chat_template=None))
+    with pytest.raises(CheckpointError, match="jsonl:2: messages: the model has no chat template"):
+        check(bare, long, chat)
+
+
 def test_settings_out_of_range_are_named(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="samples"):
-        build_calibration(tokenizer, samples=0)
-    with pytest.raises(ConfigError, match="window"):
-        build_calibration(tokenizer, window=4)
-    with pytest.raises(ConfigError, match="general_share"):
-        build_calibration(tokenizer, general_share=1.5)
+    with pytest.raises(ConfigError, match="held_out_share"):
+        build_calibration(tokenizer, held_out_share=0)
     with pytest.raises(CheckpointError, match="cannot be read"):
         build_calibration(tokenizer, tmp_path / "missing.jsonl")
     empty = tmp_path / "empty.txt"

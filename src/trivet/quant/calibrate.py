@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trivet import files
 from trivet.errors import CheckpointError, ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
 
 TRAFFIC, PROSE, CODE = "traffic", "prose", "code"
 MIN_TOKENS = 8  # shorter documents say nothing about a layer's inputs
+MAX_SAMPLES = 1 << 20
+MIN_WINDOW, MAX_WINDOW = 16, 1 << 16
 _MAX_FILE_BYTES = 1 << 30
+_CHECKED_CHARS = 4096  # of a text, when it is only asked whether there are tokens enough
 _SURPLUS = 3  # general documents are read until so many times the tokens wanted are there
 HELD_OUT_TOKENS = 4096  # at most, drawn from what is kept apart: enough to measure an error on
 _STRATA = 4  # equal shares of tokens are drawn from this many ranges of length
@@ -64,13 +68,53 @@ _MIN_SHARE = 0.5  # of the tokens asked for; less is worth a warning
 
 @dataclasses.dataclass(frozen=True)
 class CalibrationConfig:
-    """What to calibrate on: the arguments of `build_calibration`."""
+    """What to calibrate on: the arguments of `build_calibration`. Raises ConfigError: out of range."""
 
     traffic: str | Path | None = None
     samples: int = 128
     window: int = 512
     general_share: float = 0.25
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.samples <= MAX_SAMPLES:
+            raise ConfigError("samples", self.samples, f"1 to {MAX_SAMPLES}")
+        if not MIN_WINDOW <= self.window <= MAX_WINDOW:
+            raise ConfigError("window", self.window, f"{MIN_WINDOW} to {MAX_WINDOW} tokens")
+        if not 0 <= self.general_share <= 1:
+            raise ConfigError("general_share", self.general_share, "0 to 1")
+        if self.seed < 0:
+            raise ConfigError("seed", self.seed, "an integer >= 0")
+
+    @property
+    def tokens(self) -> dict[str, float]:
+        """How many tokens each domain is asked for, less those it is not asked for."""
+        budget = self.samples * self.window
+        share = 1.0 if self.traffic is None else self.general_share
+        asked = {
+            TRAFFIC: budget * (1 - share),
+            PROSE: budget * share / 2,
+            CODE: budget * share / 2,
+        }
+        return {domain: tokens for domain, tokens in asked.items() if tokens > 0}
+
+    def check(self, tokenizer: Tokenizer) -> None:
+        """Find out what is wrong with the traffic before anything runs: every line is parsed, and
+        texts become tokens until one has as many as are needed.
+
+        Raises CheckpointError naming the line; ConfigError: all of them are too short.
+        """
+        if self.traffic is None:
+            return
+        is_enough = False
+        for place, entry in _entries(Path(self.traffic)):
+            has_no_template = isinstance(entry, list) and tokenizer.chat_template is None
+            if is_enough and not has_no_template:
+                continue
+            part = entry.lstrip()[:_CHECKED_CHARS] if isinstance(entry, str) else entry
+            is_enough = len(_ids(place, part, tokenizer)) >= MIN_TOKENS
+        if not is_enough:
+            raise _no_texts(self.traffic)
 
     def build(self, tokenizer: Tokenizer, max_positions: int) -> CalibrationSet:
         """The texts for a model whose context is no shorter than a window."""
@@ -120,27 +164,40 @@ class CalibrationSet:
 
 def read_traffic(path: str | Path, tokenizer: Tokenizer) -> Iterator[Document]:
     """The documents of a traffic file. Raises CheckpointError naming the line that cannot be used."""
-    file = Path(path)
+    for place, entry in _entries(Path(path)):
+        yield Document(tuple(_ids(place, entry, tokenizer)), TRAFFIC)
+
+
+_Chat = list[dict[str, Any]]
+
+
+def _ids(place: str, entry: str | _Chat, tokenizer: Tokenizer) -> list[int]:
+    """The tokens of a text or a chat as they are served."""
     try:
-        if file.stat().st_size > _MAX_FILE_BYTES:
-            raise CheckpointError(file, f"traffic has at most {_MAX_FILE_BYTES} bytes")
-        text = file.read_text("utf-8")
-    except OSError as error:
-        raise CheckpointError(file, f"cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise CheckpointError(file, "is not UTF-8 text") from None
-    lines = [line for line in text.splitlines() if line.strip()]
-    if not lines:
+        if isinstance(entry, str):
+            return tokenizer.encode(entry)
+        answered = entry[-1]["role"] == "assistant"
+        text = tokenizer.apply_chat_template(entry, add_generation_prompt=not answered)
+        return tokenizer.encode(text, add_special_tokens=False)
+    except RequestError as error:
+        raise CheckpointError(place, str(error)) from None
+
+
+def _entries(file: Path) -> Iterator[tuple[str, str | _Chat]]:
+    """Every text or chat of a traffic file with the place it stands at; no tokenizer is needed."""
+    text = files.read_text(file, _MAX_FILE_BYTES)
+    first = text.lstrip()[:1]
+    if not first:
         raise CheckpointError(file, "holds no text")
-    if file.suffix == ".jsonl" or lines[0].lstrip().startswith("{"):
-        for number, line in enumerate(text.splitlines(), 1):
-            if line.strip():
-                yield from _entry(line, f"{file}:{number}", tokenizer)
+    if file.suffix != ".jsonl" and first != "{":
+        yield str(file), text
         return
-    yield Document(tuple(tokenizer.encode(text)), TRAFFIC)
+    for number, line in enumerate(text.split("\n"), 1):  # U+2028 is no line end in JSONL
+        if line.strip():
+            yield f"{file}:{number}", _entry(line, f"{file}:{number}")
 
 
-def _entry(line: str, place: str, tokenizer: Tokenizer) -> Iterator[Document]:
+def _entry(line: str, place: str) -> str | _Chat:
     allowed = "expected an object with messages, turns, prompt or text"
     try:
         entry = json.loads(line)
@@ -148,35 +205,26 @@ def _entry(line: str, place: str, tokenizer: Tokenizer) -> Iterator[Document]:
         raise CheckpointError(place, f"is not valid JSON; {allowed}") from None
     if not isinstance(entry, dict):
         raise CheckpointError(place, f"is no object; {allowed}")
-    try:
-        if entry.get("messages"):
-            yield Document(tuple(_chat(entry["messages"], place, tokenizer)), TRAFFIC)
-        elif entry.get("turns"):
-            first = entry["turns"][0] if isinstance(entry["turns"], list) else None
-            if not isinstance(first, str):
-                raise CheckpointError(place, "turns is no list of texts")
-            yield Document(
-                tuple(_chat([{"role": "user", "content": first}], place, tokenizer)), TRAFFIC
-            )
-        elif isinstance(entry.get("prompt", entry.get("text")), str):
-            text = entry.get("prompt", entry.get("text"))
-            yield Document(tuple(tokenizer.encode(str(text))), TRAFFIC)
-        else:
-            raise CheckpointError(place, f"has keys {sorted(entry)[:6]}; {allowed}")
-    except RequestError as error:
-        raise CheckpointError(place, str(error)) from None
-
-
-def _chat(messages: Any, place: str, tokenizer: Tokenizer) -> list[int]:
-    is_list = isinstance(messages, list) and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
-        for m in messages
-    )
-    if not is_list:
-        raise CheckpointError(place, "messages is no list of objects with role and content")
-    answered = messages[-1]["role"] == "assistant"
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=not answered)
-    return tokenizer.encode(text, add_special_tokens=False)
+    if entry.get("messages"):
+        messages = entry["messages"]
+        is_list = isinstance(messages, list) and all(
+            isinstance(m, dict)
+            and isinstance(m.get("role"), str)
+            and isinstance(m.get("content"), str)
+            for m in messages
+        )
+        if not is_list:
+            raise CheckpointError(place, "messages is no list of objects with role and content")
+        return list(messages)
+    if entry.get("turns"):
+        first = entry["turns"][0] if isinstance(entry["turns"], list) else None
+        if not isinstance(first, str):
+            raise CheckpointError(place, "turns is no list of texts")
+        return [{"role": "user", "content": first}]
+    text = entry.get("prompt", entry.get("text"))
+    if not isinstance(text, str):
+        raise CheckpointError(place, f"has keys {sorted(entry)[:6]}; {allowed}")
+    return text
 
 
 def general_documents(
@@ -231,28 +279,18 @@ def build_calibration(
     general_share   least share of calibration tokens from the general mix, half prose and half code
     Raises ConfigError: a setting out of range; CheckpointError: the traffic cannot be used.
     """
-    if samples < 1:
-        raise ConfigError("samples", samples, "an integer >= 1")
-    if not 16 <= window <= 1 << 16:
-        raise ConfigError("window", window, "16 to 65536 tokens")
-    if not 0 <= general_share <= 1:
-        raise ConfigError("general_share", general_share, "0 to 1")
+    config = CalibrationConfig(traffic, samples, window, general_share, seed)
     if not 0 < held_out_share <= 0.5:
         raise ConfigError("held_out_share", held_out_share, "above 0, up to 0.5")
     rng = np.random.Generator(np.random.PCG64(seed))
     own = [] if traffic is None else list(read_traffic(traffic, tokenizer))
     budget = samples * window
-    share = 1.0 if traffic is None else general_share
-    wanted = {
-        TRAFFIC: budget * (1 - share),
-        PROSE: budget * share / 2,
-        CODE: budget * share / 2,
-    }
+    wanted = config.tokens
     general = [
         document
-        for domain in (PROSE, CODE)
-        if wanted[domain] > 0
-        for document in general_documents(tokenizer, domain, wanted[domain], rng)
+        for domain, tokens in wanted.items()
+        if domain != TRAFFIC
+        for document in general_documents(tokenizer, domain, tokens, rng)
     ]
     read = Counter(document.domain for document in own + general)
     own, own_repeats = _distinct(own)
@@ -261,14 +299,9 @@ def build_calibration(
     train: list[tuple[str, list[int]]] = []
     held: list[tuple[str, list[int]]] = []
     for domain, tokens in wanted.items():
-        if tokens == 0:
-            continue
         documents = [d for d in own + general if d.domain == domain]
         if not documents:
-            allowed = (
-                f"a file with texts of {MIN_TOKENS} tokens; the general mix needs Python's library"
-            )
-            raise ConfigError("traffic", str(traffic), allowed)
+            raise _no_texts(traffic)
         kept, apart = _split(documents, held_out_share, rng)
         train += [(domain, w) for w in _drawn(_windows(kept, window, bos), tokens, rng)]
         wanted_apart = tokens * min(held_out_share, HELD_OUT_TOKENS / budget)
@@ -279,13 +312,18 @@ def build_calibration(
         "repeats_dropped": own_repeats + general_repeats,
         "window": window,
         "seed": seed,
-        "general_share": share,
+        "general_share": 1.0 if traffic is None else general_share,
         "train": _described(train),
         "held_out": _described(held),
         "unlike_general": _difference(train),
         "tokens_asked": budget,
     }
     return CalibrationSet([w for _, w in train], [w for _, w in held], report)
+
+
+def _no_texts(traffic: str | Path | None) -> ConfigError:
+    allowed = f"a file with texts of {MIN_TOKENS} tokens; the general mix needs Python's library"
+    return ConfigError("traffic", str(traffic), allowed)
 
 
 def _bos(tokenizer: Tokenizer) -> int | None:
