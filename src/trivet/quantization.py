@@ -22,14 +22,15 @@ from trivet import files
 from trivet.checkpoint import ModelSource, resolve_model
 from trivet.checkpoint.cache import remove_caches
 from trivet.checkpoint.formats import FORMATS as FOLDER_FORMATS
+from trivet.checkpoint.ggml.imatrix import ImportanceMatrix
 from trivet.config import ModelConfig, RowRule
 from trivet.errors import CheckpointError, ConfigError
 from trivet.json_values import plain
 from trivet.models import ModelSpec, open_model
-from trivet.models.gguf_export import plan_gguf
+from trivet.models.gguf_export import OWN, plan_gguf
 from trivet.models.load import Model, matrix_shapes
 from trivet.quant.calibrate import CalibrationConfig
-from trivet.quant.folder import Outcome
+from trivet.quant.folder import Outcome, is_float_folder
 from trivet.quant.gguf import (
     FILE_NAME,
     PREFIX,
@@ -53,7 +54,7 @@ from trivet.quant.plan import (
     loaders,
     make_plan,
 )
-from trivet.quant.recipe import Recipe
+from trivet.quant.recipe import CALIBRATED, Recipe
 from trivet.quant.workplace import claimed, free_attempt, free_candidate, named
 from trivet.sizing import available_threads
 
@@ -62,7 +63,6 @@ GATES = ("fast", "full", "off")
 NATIVE = "compressed-tensors"  # what `native` writes: the engine keeps it as it is
 Progress = Callable[[str, float, float], None]
 _SAMPLES, _IMPORTANCE_SAMPLES = 128, 32  # windows, unless the caller says
-_MAX_SAMPLES = 1 << 20
 _PROCESS_BYTES = 160 << 20  # of the interpreter with numpy and the native core
 
 
@@ -74,6 +74,7 @@ class Prediction:
     stored_bytes   of the source's weight files, most of whose tensor bytes are of stored_dtype
     memory_bytes   of the work, about: what is held at once, and the interpreter
     loaders        who should load the result, and the largest tensor-parallel degree
+    targets        how many there are of each format: ``counted``, linears or all tensors of a file
     """
 
     bytes: int
@@ -83,6 +84,7 @@ class Prediction:
     targets: dict[str, int]
     stored_bytes: int
     stored_dtype: str
+    counted: str = "linears"
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -217,12 +219,11 @@ def quantize(
         raise ConfigError("gate", gate, ", ".join(GATES))
     if samples is None:
         samples = _IMPORTANCE_SAMPLES if method == "kquant" else _SAMPLES
-    if not 1 <= samples <= _MAX_SAMPLES:
-        raise ConfigError("samples", samples, f"1 to {_MAX_SAMPLES}")
+    calibrate = CalibrationConfig(
+        None if traffic is None else Path(traffic), samples, window, general_share, seed
+    )
     if threads is not None and not 1 <= threads <= 1024:
         raise ConfigError("threads", threads, "1 to 1024")
-    if seed < 0:
-        raise ConfigError("seed", seed, "an integer >= 0")
     target = Path(output)
     if target.name in ("", ".."):
         raise ConfigError("output", os.fspath(output), "the name of a folder that is not there yet")
@@ -232,9 +233,6 @@ def quantize(
     opened = open_model(source)
     if not requantize and method != "none":
         require_unquantized(opened)
-    calibrate = CalibrationConfig(
-        None if traffic is None else Path(traffic), samples, window, general_share, seed
-    )
     settings = _Settings(
         source, opened, target, os.fspath(model), calibrate, threads or available_threads(), gate,
         progress or _silent, evaluate or {}, announce, requantize,
@@ -249,6 +247,11 @@ def quantize(
             )  # fmt: skip
         narrowest = min(columns for _, columns in matrix_shapes(opened.spec).values())
         parse_activations(activations, narrowest)
+    is_file = format.startswith(PREFIX) or method == "kquant"
+    if auto or mixed is not None or activations is not None or method in (*CALIBRATED, "kquant"):
+        calibrate.check(Tokenizer(opened.tokenizer_data(), source.path))
+    elif (gate != "off" and method != "none") or not (is_file or is_float_folder(source, opened)):
+        opened.tokenizer_data()  # the gate reads texts, and a folder of another layout is made whole
     with contextlib.ExitStack() as held:
         if not dry_run:
             held.enter_context(claimed(target, source.path))
@@ -311,6 +314,9 @@ def _to_gguf(
         raise ConfigError("format", format, "gguf:own or gguf:TYPE: the model is a folder already")
     if to_folder and format != "native":
         raise ConfigError("format", format, "native, which is float, with the method none")
+    if keep and (to_folder or gguf_type(format).lower() == OWN):
+        allowed = f"nothing with {format}, which leaves every type as it is"
+        raise ConfigError("keep", ", ".join(keep), allowed)
     spec = settings.model.spec
     float_bytes = make_plan(spec, None).bytes
     if to_folder:
@@ -319,14 +325,17 @@ def _to_gguf(
             2 * float_bytes, float_bytes, memory, {}, {}, *_stored(settings.model)
         )
     else:
-        planned = plan_gguf(settings.model, gguf_type(format), None, parse_keep(keep))
+        expected = None  # of an importance matrix: what the file's size and types depend on
+        if method == "kquant":
+            expected = ImportanceMatrix({}, tuple(sorted(settings.calibrate.tokens)))
+        planned = plan_gguf(settings.model, gguf_type(format), expected, parse_keep(keep))
         kinds = collections.Counter(tensor.kind for tensor in planned.tensors)
         memory = _PROCESS_BYTES + planned.memory_bytes(settings.threads)
         if method == "kquant":
             memory += float_bytes  # the model in bf16, mapped while inputs are collected
         prediction = Prediction(
             planned.num_bytes, float_bytes, memory, gguf_loaders(planned), dict(kinds),
-            *_stored(settings.model),
+            *_stored(settings.model), counted="tensors",
         )  # fmt: skip
         if max_bytes is not None and planned.num_bytes > max_bytes:
             allowed = f"at least the {planned.num_bytes} bytes that are predicted"
@@ -338,7 +347,9 @@ def _to_gguf(
         return Quantized(None, prediction, None, spent, _peak_rss(), None, method, format)
     candidate = free_candidate(settings.target)
     if method == "none":
-        outcome = convert(settings.source, settings.model, candidate, format, settings.progress)
+        outcome = convert(
+            settings.source, settings.model, candidate, format, settings.progress, keep
+        )
     else:
         outcome = quantize_gguf(
             settings.source,

@@ -23,6 +23,7 @@ from trivet.sizing import CpuLimit
 
 CLI = Path(__file__).parents[2] / "src" / "trivet" / "cli"
 
+QUANTIZE = ["quantize", "MODEL", "-o", "q", "--group-size", "32"]
 MISTAKES = [
     (["generate", "MODEL"], "exactly one of --prompt"),
     (["generate", "MODEL", "--prompt", "a", "--chat", "b"], "exactly one of --prompt"),
@@ -39,6 +40,8 @@ MISTAKES = [
     (["generate", "MODEL", "--prompt", "a", "--kv-bytes", "1"], "kv_bytes"),
     (["generate", "MODEL", "--prompt-file", "absent.txt"], "absent.txt"),
     (["generate", "MODEL", "--prompt-file", "latin1.txt"], "latin1.txt: is not UTF-8 text"),
+    (["generate", "MODEL", "--prompt-file", "PIPE"], "pipe.jsonl: is a pipe"),
+    (["generate", "MODEL", "--prompt-file", "/dev/zero"], "/dev/zero: is a device"),
     (["generate", "MODEL", "--prompt-file", "-"], r"standard input: b'\xe9' is not allowed"),
     (["chat", "MODEL"], r"standard input: b'\xe9' is not allowed; allowed: UTF-8"),
     (["serve", "MODEL", "--max-prefill-chunk", "-1"], "an integer from 0 (whole prompts) to 65536"),
@@ -68,9 +71,39 @@ MISTAKES = [
     (["evaluate", "MODEL", "--gate", "fast", "-o", "latin1.txt"], "latin1.txt: cannot be written"),
     (["evaluate", "MODEL", "--gate", "fast", "--ledger", "latin1.txt/x"], "cannot be written"),
     (["evaluate", "MODEL", "--tasks", "folder"], "tasks"),
+    (["evaluate", "MODEL", "--gate", "fast", "--ledger", "PIPE"], "pipe.jsonl: is a pipe"),
+    (["evaluate", "MODEL", "--gate", "fast", "--ledger", "/dev/null"], "/dev/null: is a device"),
+    (["evaluate", "MODEL", "--corpus", "PIPE"], "pipe.jsonl: is a pipe"),
+    (["evaluate", "MODEL", "--corpus", "/dev/zero"], "/dev/zero: is a device"),
+    (
+        ["evaluate", "absent", "--baseline", "absent", "--gate", "fast", "--tasks", "with-pipe"],
+        "pipe.jsonl: is a pipe",
+    ),
+    (["evaluate", "MODEL", "--max-model-len", "513"], "max_model_len: 513 is not allowed"),
+    (["evaluate", "MODEL", "--max-model-len", "64", "--context", "65"], "context: 65"),
     (["quantize", "MODEL", "-o", "."], "output: '.' is not allowed"),
     (["quantize", "MODEL", "-o", "q", "--threads", "0"], "threads: 0 is not allowed"),
     (["quantize", "MODEL", "-o", "q", "--seed", "-1"], "seed: -1 is not allowed"),
+    (["quantize", "MODEL", "-o", "q", "--samples", "0"], "samples: 0 is not allowed"),
+    (["quantize", "MODEL", "-o", "q", "--window", "1"], "window: 1 is not allowed"),
+    (["quantize", "MODEL", "-o", "q", "--general-share", "1.5"], "general_share: 1.5"),
+    (["quantize", "MODEL", "-o", "q", "--general-share", "nan"], "general_share: nan"),
+    ([*QUANTIZE, "--traffic", "absent.jsonl"], "absent.jsonl: cannot be read"),
+    ([*QUANTIZE, "--traffic", "PIPE"], "pipe.jsonl: is a pipe"),
+    ([*QUANTIZE, "--traffic", "/dev/zero"], "/dev/zero: is a device"),
+    ([*QUANTIZE, "--traffic", "."], ".: is a folder"),
+    ([*QUANTIZE, "--traffic", "latin1.txt"], "latin1.txt: is not UTF-8 text"),
+    ([*QUANTIZE, "--traffic", "bad.jsonl"], "bad.jsonl:2: is not valid JSON"),
+    ([*QUANTIZE, "--traffic", "short.txt"], "allowed: a file with texts of 8 tokens"),
+    ([*QUANTIZE, "--traffic", "absent.jsonl", "--dry-run"], "absent.jsonl: cannot be read"),
+    (
+        ["quantize", "MODEL", "-o", "q", "--auto", "--traffic", "absent.jsonl"],
+        "absent.jsonl: cannot be read",
+    ),
+    (
+        ["quantize", "MODEL", "-o", "q", "--method", "kquant", "--traffic", "PIPE"],
+        "pipe.jsonl: is a pipe",
+    ),
     (["quantize", "MODEL", "-o", "q", "--method", "smoothquant", "--bits", "4"], "bits: 4"),
     (["quantize", "MODEL", "-o", "q", "--method", "fp8", "--group-size", "32"], "group_size: '32'"),
     (["quantize", "MODEL", "-o", "q", "--method", "kquant", "--bits", "8"], "with a GGUF type"),
@@ -108,6 +141,7 @@ MISTAKES = [
     (["bench", "engine", "MODEL", "--draft", "suffix"], "draft"),
     (["bench", "engine", "MODEL", "--draft-tokens", "many"], "draft_tokens"),
     (["bench", "engine", "MODEL", "--prompts", "absent.jsonl", "--repeat", "1"], "absent.jsonl"),
+    (["bench", "engine", "MODEL", "--prompts", "PIPE", "--repeat", "1"], "pipe.jsonl: is a pipe"),
     (["bench", "nothing"], "nothing"),
     (["bench"], "Missing command: engine"),
     (["ladder", "MODEL"], "--out"),
@@ -135,10 +169,14 @@ def test_a_mistake_is_one_line_and_exit_2(
     Path("latin1.txt").write_bytes(b"caf\xe9")
     Path("of-gguf").mkdir()
     Path("of-gguf", "model.gguf").touch()
+    Path("with-pipe").mkdir()
+    os.mkfifo("with-pipe/pipe.jsonl")
+    Path("bad.jsonl").write_text('{"prompt": "the quick brown fox jumps over"}\n{"prompt"\n')
+    Path("short.txt").write_text("hi")
     # As Python opens it where the locale is C: bytes that are no UTF-8 become lone surrogates.
     stdin = io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8", errors="surrogateescape")
     monkeypatch.setattr(sys, "stdin", stdin)
-    names = {"MODEL": str(tiny_model), "OUT": str(tmp_path / "out")}
+    names = {"MODEL": str(tiny_model), "OUT": str(tmp_path / "out"), "PIPE": "with-pipe/pipe.jsonl"}
     assert main([names.get(word, word) for word in words]) == 2
     captured = capsys.readouterr()
     [line] = captured.err.splitlines()

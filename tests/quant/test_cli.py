@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support.tiny_models import Variant, build_folder
+from support.tiny_models import Variant, build_folder, build_gguf
 from trivet.cli.app import run
 from trivet.evaluate import default_ledger
 
@@ -59,6 +59,24 @@ def test_a_dry_run_says_what_it_would_come_to(
     assert f"{result['stored_bytes']:,} bytes as stored, F32; the result is {share:.0%}" in shown
     assert "of bf16)" in shown
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_counted_is_named(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["quantize", str(source), "--dry-run", "-o", str(tmp_path / "out"), "--method", "rtn"]
+    assert run([*words, "--group-size", "32"]) == 0
+    assert "  linears         14 x w4-g32\n" in capsys.readouterr().err
+    assert run([*words, "--format", "gguf:Q8_0"]) == 0
+    shown = capsys.readouterr().err
+    assert "  tensors         15 x Q8_0, 5 x F32\n" in shown
+    assert "linears" not in shown
+    file = build_gguf(tmp_path / "model.gguf", SHAPE)
+    words = ["quantize", str(file), "--dry-run", "-o", str(tmp_path / "out"), "--method", "none"]
+    assert run(words) == 0  # to a folder in floats, where nothing is counted
+    shown = capsys.readouterr().err
+    assert "predicted" in shown
+    assert "linears" not in shown
 
 
 @pytest.mark.parametrize("verdict", ["reject", "undecided"])

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import numpy as np
 import pytest
 
 from support.tiny_models import Variant, build_folder, build_gguf
-from trivet.checkpoint import resolve_model
+from trivet.checkpoint import GGUFCheckpoint, resolve_model
+from trivet.checkpoint.gguf_write import TensorPlan, write_gguf_file
 from trivet.checkpoint.huggingface import read_safetensors_header
 from trivet.config import ModelConfig
 from trivet.errors import CheckpointError, ConfigError, QuantError
@@ -203,6 +205,23 @@ def test_keep_sets_a_format_by_hand(source: Path, tmp_path: Path) -> None:
     assert done.prediction.targets == {"bf16": 6, "w8-g32": 3, "w4-g32": 12}
 
 
+def test_of_two_patterns_that_match_the_later_decides(source: Path, tmp_path: Path) -> None:
+    def targets(name: str, *keep: str, **more: Any) -> dict[str, str]:
+        quantize(source, tmp_path / name, method="rtn", keep=keep, **QUICK, **more)
+        return {p["name"]: p["target"] for p in proof_of(tmp_path / name)["linears"]}
+
+    down = "model.layers.1.mlp.down_proj"
+    assert targets("a", "mlp=w8-g32", "down_proj=bf16")[down] == "bf16"
+    assert targets("b", "down_proj=bf16", "mlp=w8-g32")[down] == "w8-g32"
+    file = {"format": "gguf:Q4_0"}
+    assert targets("c", "ffn=Q8_0", "ffn_down=f16", **file)["blk.1.ffn_down.weight"] == "F16"
+    assert targets("d", "ffn_down=F16", "ffn=q8_0", **file)["blk.1.ffn_down.weight"] == "Q8_0"
+    with pytest.raises(
+        ConfigError, match=r"a pattern that matches a matrix by its GGUF name, such as blk\.0"
+    ):
+        targets("e", "down_proj=F16", **file)
+
+
 @pytest.mark.parametrize(
     ("keep", "message"),
     [
@@ -338,6 +357,107 @@ def test_settings_that_do_not_fit_are_named(
     assert not (tmp_path / "out").exists()
 
 
+def unannounced(prediction: Any) -> None:
+    raise AssertionError("what cannot run is not predicted")
+
+
+@pytest.mark.parametrize("changes", [{"window": 1}, {"general_share": 1.5}, {"samples": 0}])
+def test_settings_of_texts_are_named_before_the_model_is_opened(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        quantize(tmp_path / "absent", tmp_path / "out", **{**QUICK, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"method": "gptq"},
+        {"method": "kquant"},
+        {"method": "rtn", "auto": True, "gate": "fast"},
+        {"method": "rtn", "mixed": "w8-g32", "max_bytes": 1 << 40},
+        {"method": "rtn", "bits": 8, "group_size": None, "activations": "static"},
+    ],
+    ids=str,
+)
+def test_unusable_traffic_is_named_before_the_prediction(
+    source: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    settings = {**QUICK, **changes, "announce": unannounced, "traffic": tmp_path / "t.jsonl"}
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        quantize(source, tmp_path / "out", **settings)
+    (tmp_path / "t.jsonl").write_text('{"prompt": "good"}\n{"odd": 1}')
+    with pytest.raises(CheckpointError, match=r"jsonl:2: has keys \['odd'\]"):
+        quantize(source, tmp_path / "out", **settings)
+    assert [p.name for p in tmp_path.iterdir()] == ["t.jsonl"]
+
+
+def test_traffic_is_not_asked_for_where_no_texts_are_read(source: Path, tmp_path: Path) -> None:
+    quantize(source, tmp_path / "out", method="rtn", traffic=tmp_path / "absent.jsonl", **QUICK)
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_a_source_without_a_tokenizer_is_told_of_or_refused_at_once(
+    tmp_path: Path, kind: str
+) -> None:
+    goes: dict[str, Any]
+    fails: list[dict[str, Any]]
+    if kind == "folder":
+        bare = build_folder(tmp_path / "bare", SHAPE)
+        (bare / "tokenizer.json").unlink()
+        goes = {"method": "rtn"}
+        fails = [{"method": "rtn", "format": "gguf:Q4_0"}]
+    else:
+        whole = GGUFCheckpoint(build_gguf(tmp_path / "whole.gguf", SHAPE))
+        bare = tmp_path / "bare.gguf"
+        keys = {k: v for k, v in whole.metadata.items() if not k.startswith("tokenizer.")}
+        plans = [TensorPlan(t.name, t.dtype, t.shape) for t in whole.tensors.values()]
+        write_gguf_file(bare, keys, plans, (whole.read_bytes(t.name) for t in plans))
+        goes = {"method": "rtn", "format": "gguf:Q4_0", "requantize": True}
+        fails = [{"method": "rtn", "requantize": True}, {"method": "none"}]
+    done = quantize(bare, tmp_path / "out", **{**QUICK, **goes})
+    assert done.outcome is not None
+    [warning] = [w for w in done.outcome.warnings if "cannot be served as text" in w]
+    assert "tokenizer" in warning
+    assert warning in proof_of(tmp_path / "out")["warnings"]
+    assert warning in done.as_json()["warnings"]
+    fails += [{"method": method, "requantize": True} for method in ("gptq", "kquant")]
+    fails += [{**goes, "gate": "fast"}]
+    for settings in fails:
+        with pytest.raises(CheckpointError, match="tokenizer"):
+            quantize(bare, tmp_path / "other", **{**QUICK, **settings, "announce": unannounced})
+    assert not list(tmp_path.glob("other*"))
+
+
+def test_a_source_with_a_tokenizer_is_not_warned_of(source: Path, tmp_path: Path) -> None:
+    for name, format in (("folder", "native"), ("file", "gguf:Q8_0")):
+        done = quantize(source, tmp_path / name, method="rtn", format=format, **QUICK)
+        assert done.outcome is not None
+        assert not [w for w in done.outcome.warnings if "served" in w]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+@pytest.mark.parametrize("is_own", [False, True])
+def test_the_size_of_a_gguf_file_is_predicted_to_the_byte(
+    tmp_path: Path, share: float, is_own: bool
+) -> None:
+    deep = dataclasses.replace(SHAPE, layers=8)  # an importance matrix changes types of the first
+    source = build_folder(tmp_path / "a-name", deep)
+    traffic = None
+    if is_own:
+        traffic = tmp_path / "traffic.txt"
+        traffic.write_text("the quick brown fox jumps over the lazy dog again. " * 400)
+    for method in ("kquant", "rtn"):
+        settings = {**QUICK, "method": method, "format": "gguf:Q4_0", "traffic": traffic}
+        done = quantize(source, tmp_path / method, general_share=share, **settings)
+        assert done.path is not None
+        assert done.prediction.bytes == done.path.stat().st_size
+        kinds = Counter(t.dtype for t in GGUFCheckpoint(done.path).tensors.values())
+        assert done.prediction.targets == kinds
+        assert ("Q4_1" in kinds) == (method == "kquant")
+        assert done.prediction.counted == "tensors"
+
+
 @pytest.mark.parametrize("method", ["rtn", "kquant"])
 def test_gguf_files_are_made_with_their_proof(source: Path, tmp_path: Path, method: str) -> None:
     done = quantize(source, tmp_path / "out", method=method, format="gguf:Q4_0", **QUICK)
@@ -368,6 +488,17 @@ def test_a_model_goes_to_gguf_and_back_without_a_change(source: Path, tmp_path: 
         quantize(source, tmp_path / "again", method="none", **QUICK)
     with pytest.raises(ConfigError, match="format: 'gptq'"):
         quantize(to.path, tmp_path / "again", method="none", format="gptq", **QUICK)
+
+
+def test_keep_counts_in_a_conversion_or_is_refused(source: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {**QUICK, "method": "none", "keep": ["ffn_down=F16"]}
+    done = quantize(source, tmp_path / "to", format="gguf:F32", **settings)
+    assert done.path is not None
+    assert done.prediction.bytes == done.path.stat().st_size
+    assert GGUFCheckpoint(done.path).info("blk.1.ffn_down.weight").dtype == "F16"
+    for model, format in ((source, "gguf:own"), (done.path, "native")):
+        with pytest.raises(ConfigError, match=f"keep: .* nothing with {format}"):
+            quantize(model, tmp_path / "other", format=format, **settings)
 
 
 def test_the_memory_of_a_gguf_file_is_predicted_from_the_model(

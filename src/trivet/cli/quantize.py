@@ -88,7 +88,8 @@ if TYPE_CHECKING:
     "--keep",
     metavar="REGEX=FORMAT",
     help="Another format for linears whose name matches: bf16, w8-g64, w4-g32-zp, w8-row, "
-    "fp8-channel; once for each.",
+    "fp8-channel; once for each, the last that matches decides. With a GGUF type: tensors by their "
+    "GGUF names (blk.0.attn_q.weight), and ggml types.",
 )
 @click.option(
     "--gate",
@@ -260,8 +261,10 @@ def _announce(out: Output, prediction: Prediction) -> None:
             f" the result is {stored:.0%} of them",
         ),
         ("memory", f"about {prediction.memory_bytes / 2**20:,.0f} MiB"),
-        ("linears", ", ".join(f"{count} x {name}" for name, count in prediction.targets.items())),
     ]
+    if prediction.targets:
+        counts = ", ".join(f"{count} x {name}" for name, count in prediction.targets.items())
+        rows.append((prediction.counted, counts))
     for name, answer in prediction.loaders.items():
         if isinstance(answer, dict):
             said = f"{'yes' if answer['loads'] else 'no'}: {answer['because']}"

@@ -18,6 +18,7 @@ from trivet.checkpoint.formats import CodeGrid
 from trivet.checkpoint.formats import write as write_format
 from trivet.checkpoint.huggingface import read_safetensors_header
 from trivet.config import RowRule
+from trivet.errors import CheckpointError
 from trivet.models import Model
 from trivet.models.export import write_float_folder
 from trivet.models.gguf_import import gguf_to_folder
@@ -84,10 +85,25 @@ class _Weights(Mapping[str, Any]):
         return len(self._places)
 
 
+def tokenizer_warnings(model: Model) -> list[str]:
+    """What is said of a result whose source has no tokenizer that can be read; else nothing."""
+    try:
+        model.tokenizer_data()
+    except CheckpointError as error:
+        reason = f"{Path(error.path).name} {error.reason}"
+        return [f"the result cannot be served as text, for want of a tokenizer: {reason}"]
+    return []
+
+
+def is_float_folder(source: ModelSource, model: Model) -> bool:
+    """Whether a source is a Hugging Face folder in floats, whose files are taken as they are."""
+    return source.kind == "hf" and not getattr(model.checkpoint, "quantized_types", ())
+
+
 @contextlib.contextmanager
 def float_folder(source: ModelSource, model: Model, work: Path) -> Iterator[Path]:
     """The source in Hugging Face layout in floats: itself, or written for the moment (from GGUF)."""
-    if source.kind == "hf" and not getattr(model.checkpoint, "quantized_types", ()):
+    if is_float_folder(source, model):
         yield source.path
         return
     folder = work / "source"
@@ -146,8 +162,7 @@ def write_folder(
     expected = [module_name(layer, role) for layer, role in plan.targets]
     written = _tensor_bytes(result, weights)
     warnings = check_proof(proofs, expected, predicted_bytes=plan.bytes, written_bytes=written)
-    if calibration is not None:
-        warnings += calibration.warnings
+    warnings += tokenizer_warnings(model) if calibration is None else calibration.warnings
     if not is_single:
         warnings.append("the BLAS in use could not be told to run on one thread")
     proof = {

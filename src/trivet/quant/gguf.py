@@ -19,7 +19,7 @@ from trivet.models.gguf_export import OWN, GGUFPlan, WrittenGGUF, plan_gguf, wri
 from trivet.models.gguf_import import gguf_to_folder
 from trivet.quant.calibrate import CalibrationConfig, CalibrationSet
 from trivet.quant.finished import VERSION
-from trivet.quant.folder import PROOF_FILE, Outcome
+from trivet.quant.folder import PROOF_FILE, Outcome, tokenizer_warnings
 from trivet.quant.imatrix import collect_imatrix
 from trivet.quant.load import load_packed
 from trivet.quant.plan import answer
@@ -96,7 +96,8 @@ def quantize_gguf(
         written = write_gguf(
             work / FILE_NAME, model, mix, imatrix, report, keep=parse_keep(keep), threads=threads
         )
-        proof = _proof(source, plan, written, method, calibration, requantized)
+        notes = tokenizer_warnings(model) if calibration is None else calibration.warnings
+        proof = _proof(source, plan, written, method, calibration, requantized, notes)
         text = json.dumps(proof, indent=1, allow_nan=False) + "\n"
         (work / PROOF_FILE).write_text(text, "utf-8")
     return Outcome(target, written.num_bytes, plan.num_bytes, proof, list(proof["warnings"]), 0)
@@ -109,6 +110,7 @@ def _proof(
     method: str,
     calibration: CalibrationSet | None,
     requantized: bool,
+    warnings: Sequence[str],
 ) -> dict[str, Any]:
     """What was done to every tensor. Raises QuantError: one is missing or the size is another."""
     missing = {t.name for t in plan.tensors} - {t.name for t in written.tensors}
@@ -128,7 +130,7 @@ def _proof(
         "predicted_bytes": plan.num_bytes,
         "bits_per_weight": plan.bits_per_weight,
         "calibration": None if calibration is None else calibration.report,
-        "warnings": [*written.notes, *([] if calibration is None else calibration.warnings)],
+        "warnings": [*written.notes, *warnings],
         "linears": [
             {
                 "name": t.name,
@@ -149,14 +151,20 @@ def _proof(
 
 
 def convert(
-    source: ModelSource, model: Model, target: Path, format: str, progress: Progress | None = None
+    source: ModelSource,
+    model: Model,
+    target: Path,
+    format: str,
+    progress: Progress | None = None,
+    keep: Sequence[str] = (),
 ) -> Outcome:
     """From GGUF to a Hugging Face folder (``native``), or to GGUF (``gguf:own``): nothing is quantized.
 
     Raises ConfigError: the source has that layout already.
     """
     if format.startswith(PREFIX):
-        return quantize_gguf(source, target, gguf_type(format), method="none", progress=progress)
+        mix = gguf_type(format)
+        return quantize_gguf(source, target, mix, method="none", keep=keep, progress=progress)
     if model.checkpoint.kind != "gguf":
         raise ConfigError(
             "format", format, f"gguf:{OWN} or gguf:TYPE: the model is a folder already"

@@ -106,32 +106,34 @@ def tensor_types(
     mix     a name that `mix_name` returns
     shapes  every tensor of the file, GGUF names, shapes with the row length last
     keep    (regular expression searched in the name, type): the first that matches decides
-    Raises ConfigError: a pattern without a match, or a type that is not known.
+    Raises ConfigError: a pattern that matches no matrix, or a type that is not known.
     """
     patterns = [(_compiled(pattern, kind), kind.upper()) for pattern, kind in keep]
-    matched = [False] * len(patterns)
+    matched: set[int] = set()
     chosen: dict[str, Choice] = {}
     for name, shape in shapes.items():
         if not is_matrix(name, shape):
             chosen[name] = Choice("F32")
             continue
-        for i, (pattern, kind) in enumerate(patterns):
-            if pattern.search(name):
-                matched[i] = True
-                if kind not in TYPES:
-                    raise ConfigError("keep", f"{keep[i][0]}={keep[i][1]}", ", ".join(TYPES))
-                wanted = kind
-                break
+        found = [i for i, (pattern, _) in enumerate(patterns) if pattern.search(name)]
+        matched.update(found)
+        if found:
+            wanted = patterns[found[0]][1]
         else:
             wanted = _wanted(mix, name, shape[-1], "output.weight" in shapes, model, has_importance)
         chosen[name] = fitting(wanted, shape[-1])
-    for (pattern_text, kind), used in zip(keep, matched, strict=True):
-        if not used:
-            raise ConfigError("keep", f"{pattern_text}={kind}", "a pattern that matches a tensor")
+    for i, (pattern_text, kind) in enumerate(keep):
+        if i not in matched:
+            allowed = (
+                "a pattern that matches a matrix by its GGUF name, such as blk.0.attn_q.weight"
+            )
+            raise ConfigError("keep", f"{pattern_text}={kind}", allowed)
     return chosen
 
 
 def _compiled(pattern: str, kind: str) -> re.Pattern[str]:
+    if kind.upper() not in TYPES:
+        raise ConfigError("keep", f"{pattern}={kind}", ", ".join(TYPES))
     try:
         return re.compile(pattern)
     except re.error as error:
