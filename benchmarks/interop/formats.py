@@ -99,6 +99,7 @@ CASES = {
         limits={"vllm": 0.1},
     ),
     "ct-fp8-channel": Case(_CT, "fp8-channel"),
+    "ct-fp8-tensor": Case(_CT, "fp8-tensor"),
     "ct-fp8-block": Case(_CT, "fp8-block"),
     "fp8-block": Case("fp8", "fp8-block", source="shape"),
     "fp8-tensor": Case("fp8", "fp8-tensor"),
