@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from trivet import files
-from trivet.checkpoint import ModelSource, resolve_model
+from trivet.checkpoint import ModelSource, Tokenizer, resolve_model
 from trivet.checkpoint.cache import remove_caches
 from trivet.checkpoint.formats import FORMATS as FOLDER_FORMATS
 from trivet.checkpoint.ggml.imatrix import ImportanceMatrix

@@ -26,7 +26,10 @@ from trivet.quant.methods.mixed import Option, Unit, measure_units, mixed_plan, 
 from trivet.quant.plan import Plan, Target, make_plan, parse_target
 from trivet.quant.recipe import Recipe
 
-_SAMPLES, _WINDOW = 64, 128  # that units are calibrated and measured on
+_RULE = (
+    "own divergence, output errors"  # how units are measured: what was kept of another is not read
+)
+_TOKENS = 1 << 14  # to calibrate units on; an eighth as many are measured on
 
 
 def mix(
@@ -59,7 +62,7 @@ def mix(
     for grid in grids:
         make_plan(model.spec, grid)
     require_room(plan, [own, *grids], max_bytes)
-    few = dataclasses.replace(calibrate, samples=_SAMPLES, window=min(calibrate.window, _WINDOW))
+    few = dataclasses.replace(calibrate, samples=max(1, _TOKENS // calibrate.window))
     texts = few.build(Tokenizer(model.tokenizer_data(), source.path), model.spec.max_positions)
     units = _units(source, model, texts, [own, *grids], recipe, threads, progress)
     return mixed_plan(plan, units, max_bytes)
@@ -76,8 +79,9 @@ def _units(
 ) -> list[Unit]:
     """Measured, or read from an earlier measuring of just this."""
     facts = [
-        VERSION, cache_key(source, "sensitivity"), texts.sha256, [grid.name for grid in grids],
-        recipe.method, dataclasses.asdict(recipe.gptq), recipe.clip, np.__version__,
+        _RULE, VERSION, cache_key(source, "sensitivity"), texts.sha256,
+        [grid.name for grid in grids], recipe.method, dataclasses.asdict(recipe.gptq),
+        recipe.clip, np.__version__,
     ]  # fmt: skip
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     kept = [path.with_suffix(".json") for path in cache_paths(source, f"sensitivity-{digest[:16]}")]
