@@ -8,8 +8,8 @@ same F32 file and the same matrix. All files are loaded in llama.cpp, which says
 from the F32 file on the built-in code and prose (KL divergence, top-1 agreement). Checks: every
 tensor has the type llama.cpp gives it; the files load; KL is not above llama.cpp's own by more than
 the spread of the measurement; greedy text of llama.cpp and of Trivet's runtime agree on the same
-file. llama.cpp has a virtual environment of its own under build/peers. The last line of standard
-output is the result as JSON; exit code 1 when a check fails.
+file. A run continues where the output file ends. llama.cpp has a virtual environment of its own under
+build/peers. The last line of standard output is the result as JSON; exit code 1 when a check fails.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from trivet import LLM, SamplingParams
+from trivet import LLM, SamplingParams, files
 from trivet.bench.machine import describe_machine
 from trivet.checkpoint import GGUFCheckpoint, Tokenizer
 from trivet.checkpoint.ggml.imatrix import ImportanceMatrix
@@ -126,6 +126,20 @@ def greedy(path: Path, tokenizer: Tokenizer, num_tokens: int) -> dict[str, Any]:
     return {"prompts": len(prompts), "tokens": num_tokens, "equal": equal, "prefix": prefix}
 
 
+def label_of(row: dict[str, Any]) -> str:
+    return f"{row['mix']}{' with importance' if row['importance'] else ''}"
+
+
+def failures_of(row: dict[str, Any]) -> list[str]:
+    """What is wrong with a row, a line each."""
+    found = []
+    if not row["same_types"]:
+        found.append(f"{label_of(row)}: other tensor types than llama.cpp's")
+    if row["kl_ratio"] > 1 + TIE:
+        found.append(f"{label_of(row)}: KL {row['kl_ratio']:.3f} of llama.cpp's")
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default=str(ROOT / "build" / "reference_b"))
@@ -135,8 +149,22 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=32, help="of each greedy text")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
-    failures: list[str] = []
-    rows: list[dict[str, Any]] = []
+    result: dict[str, Any] = {
+        "machine": describe_machine(),
+        "llama_cpp": child({"do": "version"})["version"],
+        "model": Path(args.model).name,
+        "context": CONTEXT,
+        "tokens_scored": args.windows * (CONTEXT - 1),
+        "importance_tokens": args.chunks * CONTEXT,
+        "rows": [],
+    }
+    if args.output and args.output.exists():
+        known = json.loads(args.output.read_text())
+        same = ("llama_cpp", "model", "context", "tokens_scored", "importance_tokens")
+        if all(known[key] == result[key] for key in same):
+            result["rows"] = known["rows"]
+    rows: list[dict[str, Any]] = result["rows"]
+    done = {(row["mix"], row["importance"]) for row in rows}
     with tempfile.TemporaryDirectory(dir=ROOT / "build") as folder:
         work = Path(folder)
         base = work / "base.F32.gguf"
@@ -150,6 +178,8 @@ def main() -> int:
         np.savez(means, **{n: e.sums[0] / e.counts[0] for n, e in matrix.entries.items()})
         for mix in args.mixes:
             for weighted in (False, True):
+                if (mix, weighted) in done:
+                    continue
                 ours, theirs = work / "ours.gguf", work / "theirs.gguf"
                 start = time.perf_counter()
                 written = write_gguf(ours, args.model, mix, matrix if weighted else None)
@@ -170,31 +200,18 @@ def main() -> int:
                 row["kl_ratio"] = row["ours"]["kl"] / row["llama_cpp"]["kl"]
                 if not weighted:
                     row["greedy"] = greedy(ours, tokenizer, args.tokens)
-                label = f"{mix}{' with importance' if weighted else ''}"
-                if not row["same_types"]:
-                    failures.append(f"{label}: other tensor types than llama.cpp's")
-                if row["kl_ratio"] > 1 + TIE:
-                    failures.append(f"{label}: KL {row['kl_ratio']:.3f} of llama.cpp's")
                 rows.append(row)
-                print(label, json.dumps(row), file=sys.stderr, flush=True)
+                print(label_of(row), json.dumps(row), file=sys.stderr, flush=True)
                 ours.unlink()
                 theirs.unlink()
-    result = {
-        "machine": describe_machine(),
-        "llama_cpp": child({"do": "version"})["version"],
-        "model": Path(args.model).name,
-        "context": CONTEXT,
-        "tokens_scored": args.windows * (CONTEXT - 1),
-        "importance_tokens": args.chunks * CONTEXT,
-        "rows": rows,
-        "failures": failures,
-    }
-    line = json.dumps(result)
+                if args.output:
+                    files.write(args.output, json.dumps(result, indent=1) + "\n")
+    failures = result["failures"] = [text for row in rows for text in failures_of(row)]
     if args.output:
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        files.write(args.output, json.dumps(result, indent=1) + "\n")
     for failure in failures:
         print(failure, file=sys.stderr)
-    print(line)
+    print(json.dumps(result))
     return 1 if failures else 0
 
 
