@@ -145,7 +145,7 @@ def run_all(options: argparse.Namespace, save: Callable[[dict[str, Any]], None])
     known = {key: result.get(key) for key in settings}
     if result and known != settings:
         raise TrivetError(f"{options.result}: was made with other settings: {known}")
-    result |= {"what": WHAT, **settings, "machine": describe_machine()}
+    result |= {"what": WHAT, **settings}
     runs: list[dict[str, Any]] = result.setdefault("runs", [])
     for given in options.models:
         name, _, model = given.partition("=")
@@ -154,7 +154,8 @@ def run_all(options: argparse.Namespace, save: Callable[[dict[str, Any]], None])
                 continue
             plain = "-".join([name, *text.replace("+", "-").replace("=", "-").split(":")])
             folder = options.output / plain
-            entry = {"model": name, "run": text, **make(model, folder, options, text)}
+            entry = {"model": name, "run": text, "machine": describe_machine()}
+            entry |= make(model, folder, options, text)
             runs.append(entry | measure(model, folder, options))
             save(result)
     return result
