@@ -39,7 +39,7 @@ from trivet.quant.observe import POINTS, Inputs, LayerWeights, Stream
 from trivet.quant.plan import FUSED, Plan, Target, target_bytes, target_name, unit_name
 from trivet.quant.recipe import Recipe
 
-_HEAD_COLUMNS = 8192  # of the vocabulary at a time
+_HEAD_ROWS = 256  # whose log-probabilities are in memory at a time
 _VARIANT_BYTES = 1 << 30  # of hidden states, of all variants together
 _MIN_TOKENS, _MAX_TOKENS = 128, 2048  # that divergence is measured on
 
@@ -194,34 +194,43 @@ def _rounded(
 
 
 def _divergences(model: Model, stream: Stream, num_base: int) -> list[float]:
-    """Mean KL(base || variant) of every variant, each ``num_base`` batches after the base's own."""
+    """Mean KL(base || variant) of every variant, each ``num_base`` batches after the base's own.
+
+    A few rows of all variants at a time: log-probabilities are as wide as the vocabulary.
+    """
     spec = model.spec
     head = to_float(model.matrix("embed" if spec.tied_embeddings else "head"))
     inputs = stream.normed(model.norm("final_norm"))
 
-    def log_probabilities(index: int) -> Float32:
-        x = inputs(index)
-        logits = np.empty((len(x), len(head)), np.float32)
-        for begin in range(0, len(head), _HEAD_COLUMNS):
-            logits[:, begin : begin + _HEAD_COLUMNS] = x @ head[begin : begin + _HEAD_COLUMNS].T
+    def log_probabilities(index: int, begin: int) -> Float32:
+        logits: Float32 = inputs(index)[begin : begin + _HEAD_ROWS] @ head.T
         logits -= logits.max(axis=1, keepdims=True)
         logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True, dtype=np.float64)).astype(
             np.float32
         )
         return logits
 
-    base = [log_probabilities(index) for index in range(num_base)]
-    weights = [np.exp(rows) for rows in base]
-    tokens = sum(len(rows) for rows in base)
+    totals = [0.0] * (len(stream.hidden) // num_base - 1)
+    for place in range(num_base):
+        for begin in range(0, stream.batches[place].num_rows, _HEAD_ROWS):
+            base = log_probabilities(place, begin)
+            weights = np.exp(base)
 
-    def divergence(index: int) -> float:
-        own = log_probabilities(index)
-        place = index % num_base
-        terms = (weights[place] * (base[place] - own)).sum(axis=1, dtype=np.float64)
-        return float(np.maximum(terms, 0).sum())
+            def divergence(
+                variant: int,
+                place: int = place,
+                begin: int = begin,
+                base: Float32 = base,
+                weights: Float32 = weights,
+            ) -> float:
+                own = log_probabilities((1 + variant) * num_base + place, begin)
+                terms = (weights * (base - own)).sum(axis=1, dtype=np.float64)
+                return float(np.maximum(terms, 0).sum())
 
-    sums = list(stream.workers.map(divergence, range(num_base, len(stream.hidden))))
-    return [sum(sums[begin : begin + num_base]) / tokens for begin in range(0, len(sums), num_base)]
+            for variant, part in enumerate(stream.workers.map(divergence, range(len(totals)))):
+                totals[variant] += part
+    tokens = sum(batch.num_rows for batch in stream.batches[:num_base])
+    return [total / tokens for total in totals]
 
 
 def choose(units: Sequence[Unit], budget_bytes: int) -> dict[str, Option]:
