@@ -97,6 +97,7 @@ def good_cases(options: argparse.Namespace, done: set[tuple[str, str, str, int]]
                 "check_seconds": {c.name: round(c.seconds, 2) for c in evaluation.details.checks},
                 "seconds": time.monotonic() - begin,
                 "cpu_seconds": time.process_time() - cpu,  # what a busy machine does not stretch
+                "isa": describe_machine()["isa"],  # a file may be continued on another machine
             }
 
 
