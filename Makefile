@@ -93,9 +93,10 @@ soak: install ## 64 streams for a minute, clients leaving at random
 interop: install $(LM_EVAL)/.installed ## lm-eval's own client against a running server
 	$(BIN)/python benchmarks/interop/lm_eval_client.py -o benchmarks/results/lm_eval.json
 
-test-interop: install $(LOADERS:=/.installed) ## folders we write, loaded by transformers and vLLM (downloads 1 GB, an hour on 2 cores)
+test-interop: install $(LOADERS:=/.installed) ## folders and files we write, in transformers, vLLM and llama.cpp (downloads 1 GB, an hour on 2 cores)
 	$(BIN)/python benchmarks/interop/formats.py -o benchmarks/results/interop_formats.json
-	$(BIN)/python benchmarks/interop/gguf_llama_cpp.py -o benchmarks/results/interop_gguf.json
+	test -d build/reference_b || $(BIN)/python benchmarks/make_reference.py --seed 0 -o build/reference_b
+	$(BIN)/python benchmarks/interop/gguf_llama_cpp.py --windows 4 -o benchmarks/results/interop_gguf.json
 
 clean: ## remove what these targets made
 	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis

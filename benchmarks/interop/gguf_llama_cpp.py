@@ -8,7 +8,7 @@ same F32 file and the same matrix. All files are loaded in llama.cpp, which says
 from the F32 file on the built-in code and prose (KL divergence, top-1 agreement). Checks: every
 tensor has the type llama.cpp gives it; the files load; KL is not above llama.cpp's own by more than
 the spread of the measurement; greedy text of llama.cpp and of Trivet's runtime agree on the same
-file. A run continues where the output file ends. llama.cpp has a virtual environment of its own under
+file. With ``--resume`` rows of the output file stay. llama.cpp has a virtual environment of its own under
 build/peers. The last line of standard output is the result as JSON; exit code 1 when a check fails.
 """
 
@@ -147,6 +147,7 @@ def main() -> int:
     parser.add_argument("--windows", type=int, default=8, help=f"of {CONTEXT} tokens")
     parser.add_argument("--chunks", type=int, default=64, help="of the importance matrix")
     parser.add_argument("--tokens", type=int, default=32, help="of each greedy text")
+    parser.add_argument("--resume", action="store_true", help="keep the output file's rows")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
     result: dict[str, Any] = {
@@ -158,7 +159,7 @@ def main() -> int:
         "importance_tokens": args.chunks * CONTEXT,
         "rows": [],
     }
-    if args.output and args.output.exists():
+    if args.resume and args.output and args.output.exists():
         known = json.loads(args.output.read_text())
         same = ("llama_cpp", "model", "context", "tokens_scored", "importance_tokens")
         if all(known[key] == result[key] for key in same):

@@ -26,9 +26,8 @@ from trivet.quant.methods.mixed import Option, Unit, measure_units, mixed_plan, 
 from trivet.quant.plan import Plan, Target, make_plan, parse_target
 from trivet.quant.recipe import Recipe
 
-_RULE = (
-    "own divergence, output errors"  # how units are measured: what was kept of another is not read
-)
+# How units are measured: what was kept of another way is not read.
+_RULE = "own divergence, output errors"
 _TOKENS = 1 << 14  # to calibrate units on; an eighth as many are measured on
 
 
