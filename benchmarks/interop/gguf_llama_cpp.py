@@ -8,8 +8,9 @@ same F32 file and the same matrix. All files are loaded in llama.cpp, which says
 from the F32 file on the built-in code and prose (KL divergence, top-1 agreement). Checks: every
 tensor has the type llama.cpp gives it; the files load; KL is not above llama.cpp's own by more than
 the spread of the measurement; greedy text of llama.cpp and of Trivet's runtime agree on the same
-file. With ``--resume`` rows of the output file stay. llama.cpp has a virtual environment of its own under
-build/peers. The last line of standard output is the result as JSON; exit code 1 when a check fails.
+file. With ``--resume`` rows of the output file stay. llama.cpp has a virtual environment of its own
+under build/peers. The last line of standard output is the result as JSON; exit code 1 when a check
+fails.
 """
 
 from __future__ import annotations
